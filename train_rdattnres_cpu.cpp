@@ -1,0 +1,885 @@
+// train_rdattnres_cpu.cpp - Role-Decoupled Attention Residuals (arXiv 2608.01075), trained on a CPU.
+//
+// What it is: the reference. One decoder-only Transformer whose sublayers read a softmax mix over the
+// embedding and the earlier blocks of their own network; every layer forward and backward by hand, AdamW, the
+// training loop, sampling. Read it from top to bottom: the layers come in the order in which a token meets
+// them, then the model, the optimiser, the checkpoint, main. train_rdattnres.cu follows the same order with
+// the same names. The mathematics is derived in dev/doc/rdattnres.md.
+//
+// What it refuses to be: a library, a framework, a place for other architectures. Files, text, flags, random
+// numbers and schedules are in dev/common, and nothing there touches a tensor.
+//
+// Conventions, stated once:
+//   B batch, T time, C width, NH heads, HS = C / NH, F feed-forward width, V vocabulary (Vp: padded to 128),
+//   L layers, K sources of a route, R routes of a site (1 or 2). BT stands for B * T where a layer treats every
+//   token alike. Arrays are row-major; weights are (out, in), y = x W^T.
+//   Arguments come in the order outputs, inputs, saved values, sizes. `d` before a name is its gradient.
+//   Gradients of parameters accumulate (+=) and are zeroed once a step; gradients of activations are
+//   overwritten, except where a comment says "adds".
+//   Results are the same bits for any number of threads: a sum is never split by thread, only by fixed chunks.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "dev/common/check.h"       // fatal, alloc_array
+#include "dev/common/checkpoint.h"  // checkpoint_write, Checkpoint: safetensors files
+#include "dev/common/config.h"      // Config, TENSOR_TABLE, Tensors, source_slots
+#include "dev/common/random.h"      // normal, uniform: counter-based random numbers
+#include "dev/common/report.h"      // RouteStats and what people see on the screen
+
+// A test may include this file twice, as float and as double: see tests/.
+#ifndef REAL
+#define REAL float
+#endif
+#ifndef CPU_NAMESPACE
+#define CPU_NAMESPACE cpu
+#endif
+
+namespace CPU_NAMESPACE {
+
+using real = REAL;
+constexpr real EPS = real(1e-6);  // inside every rmsnorm, routes included
+
+// ---- utilities -----------------------------------------------------------------------------------------
+
+inline real dot(const real* a, const real* b, size_t n) {
+  real sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (size_t i = 0; i < n; i++) sum += a[i] * b[i];
+  return sum;
+}
+
+inline void add(real* out, const real* a, size_t n) {  // out += a
+#pragma omp parallel for simd
+  for (size_t i = 0; i < n; i++) out[i] += a[i];
+}
+
+// Sums over tokens that end in one vector (the gradients of norms, gains and queries) run in chunks of this
+// many tokens, each chunk into a row of its own; the rows are then added in order. Independent of threads.
+constexpr size_t TOKEN_CHUNK = 64;
+inline size_t num_chunks(size_t BT) { return (BT + TOKEN_CHUNK - 1) / TOKEN_CHUNK; }
+
+// ---- token embedding -----------------------------------------------------------------------------------
+
+void embedding_forward(real* out,           // (BT,C)
+                       const int* tokens,   // (BT)
+                       const real* wte,     // (Vp,C)
+                       size_t BT, size_t C) {
+#pragma omp parallel for
+  for (size_t bt = 0; bt < BT; bt++) memcpy(out + bt * C, wte + size_t(tokens[bt]) * C, C * sizeof(real));
+}
+
+void embedding_backward(real* dwte,          // (Vp,C)
+                        const real* dout,    // (BT,C)
+                        const int* tokens,   // (BT)
+                        size_t BT, size_t C) {
+  // A token may occur many times, so threads share out the channels, not the tokens: no two write one cell.
+  constexpr size_t CHANNELS = 16;
+#pragma omp parallel for
+  for (size_t c0 = 0; c0 < C; c0 += CHANNELS) {
+    const size_t c1 = std::min(c0 + CHANNELS, C);
+    for (size_t bt = 0; bt < BT; bt++) {
+      real* row = dwte + size_t(tokens[bt]) * C;
+      for (size_t c = c0; c < c1; c++) row[c] += dout[bt * C + c];
+    }
+  }
+}
+
+// ---- depth route: a softmax read over the sources, per token -------------------------------------------
+//
+//   k_j = gain * rmsnorm(s_j)      z_j = query . k_j      p = softmax(z)      h = sum_j p_j s_j
+//
+// With w = query * gain formed once and r_j = 1 / rms(s_j), the logit is z_j = r_j (w . s_j): keys are never
+// stored. R = 2 queries share the sources, their r_j and the gain; the outputs of route r follow those of
+// route r - 1. A null query is a query held at zero: its mix is uniform.
+
+// r = 1 / sqrt(mean(s^2) + eps) of every token of one source. Once per source, whoever reads it later.
+void source_rstd(real* rstd,          // (BT)
+                 const real* source,  // (BT,C)
+                 size_t BT, size_t C) {
+#pragma omp parallel for
+  for (size_t bt = 0; bt < BT; bt++) {
+    const real* s = source + bt * C;
+    rstd[bt] = 1 / std::sqrt(dot(s, s, C) / real(C) + EPS);
+  }
+}
+
+inline void fold_gain(real* w,                   // (R,C)
+                      const real* const* query,  // R pointers to (C) or null
+                      const real* gain,          // (C)
+                      size_t C, size_t R) {
+  for (size_t r = 0; r < R; r++)
+    for (size_t c = 0; c < C; c++) w[r * C + c] = query[r] ? query[r][c] * gain[c] : 0;
+}
+
+// The mix alone, from weights that route_forward saved: the backward recomputes h instead of keeping it.
+void route_mix(real* h,                     // (R,BT,C)
+               const real* p,               // (R,BT,K)
+               const real* const* sources,  // K pointers to (BT,C)
+               size_t BT, size_t C, size_t K, size_t R) {
+#pragma omp parallel for
+  for (size_t bt = 0; bt < BT; bt++)
+    for (size_t r = 0; r < R; r++) {
+      const real* weights = p + (r * BT + bt) * K;
+      real* mix = h + (r * BT + bt) * C;
+      for (size_t c = 0; c < C; c++) mix[c] = weights[0] * sources[0][bt * C + c];
+      for (size_t j = 1; j < K; j++)
+        for (size_t c = 0; c < C; c++) mix[c] += weights[j] * sources[j][bt * C + c];
+    }
+}
+
+void route_forward(real* h,                     // (R,BT,C)
+                   real* p,                     // (R,BT,K)
+                   const real* const* sources,  // K pointers to (BT,C)
+                   const real* const* rstd,     // K pointers to (BT)
+                   const real* const* query,    // R pointers to (C) or null
+                   const real* gain,            // (C)
+                   size_t BT, size_t C, size_t K, size_t R) {
+  std::vector<real> w(R * C);
+  fold_gain(w.data(), query, gain, C, R);
+#pragma omp parallel for
+  for (size_t bt = 0; bt < BT; bt++)
+    for (size_t r = 0; r < R; r++) {
+      real* weights = p + (r * BT + bt) * K;
+      real top = -INFINITY, sum = 0;
+      for (size_t j = 0; j < K; j++) {
+        weights[j] = rstd[j][bt] * dot(&w[r * C], sources[j] + bt * C, C);
+        top = std::max(top, weights[j]);
+      }
+      for (size_t j = 0; j < K; j++) sum += weights[j] = std::exp(weights[j] - top);
+      for (size_t j = 0; j < K; j++) weights[j] /= sum;
+    }
+  route_mix(h, p, sources, BT, C, K, R);
+}
+
+// forward: h = sum_j p_j s_j, p = softmax(z), z_j = w . xhat_j, xhat_j = r_j s_j, w = query * gain
+//   dp_j = dh . s_j      delta = sum_j p_j dp_j = dh . h      dz_j = p_j (dp_j - delta)
+//   ds_j += p_j dh + dz_j r_j (w - xhat_j z_j / C)
+//   base = sum over tokens and j of dz_j xhat_j;   dquery += gain * base;   dgain += query * base
+// Both routes of a site add to the same sources and the same gain.
+void route_backward(real* const* dsources,       // K pointers to (BT,C); adds
+                    real* const* dquery,         // R pointers to (C), null where the query is held at zero
+                    real* dgain,                 // (C)
+                    const real* dh,              // (R,BT,C)
+                    const real* h, const real* p,  // (R,BT,C), (R,BT,K)
+                    const real* const* sources, const real* const* rstd, const real* const* query,
+                    const real* gain,
+                    size_t BT, size_t C, size_t K, size_t R) {
+  std::vector<real> w(R * C), bases(num_chunks(BT) * R * C);
+  fold_gain(w.data(), query, gain, C, R);
+#pragma omp parallel for
+  for (size_t chunk = 0; chunk < num_chunks(BT); chunk++)
+    for (size_t bt = chunk * TOKEN_CHUNK; bt < std::min((chunk + 1) * TOKEN_CHUNK, BT); bt++)
+      for (size_t r = 0; r < R; r++) {
+        const real* weights = p + (r * BT + bt) * K;
+        const real* dmix = dh + (r * BT + bt) * C;
+        const real* wr = &w[r * C];
+        real* base = &bases[(chunk * R + r) * C];
+        const real delta = dot(dmix, h + (r * BT + bt) * C, C);
+        for (size_t j = 0; j < K; j++) {
+          const real* s = sources[j] + bt * C;
+          real* ds = dsources[j] + bt * C;
+          const real rj = rstd[j][bt];
+          const real z = rj * dot(wr, s, C);
+          // A lone source has p = 1 whatever the query says: dz is zero, not a rounding error near it.
+          const real dz = K > 1 ? weights[j] * (dot(dmix, s, C) - delta) : 0;
+          const real pj = weights[j], dw = dz * rj, shrink = dz * rj * rj * z / real(C);
+          for (size_t c = 0; c < C; c++) {
+            ds[c] += pj * dmix[c] + dw * wr[c] - shrink * s[c];
+            base[c] += dw * s[c];
+          }
+        }
+      }
+  for (size_t chunk = 0; chunk < num_chunks(BT); chunk++)
+    for (size_t r = 0; r < R; r++) {
+      if (!query[r]) continue;
+      const real* base = &bases[(chunk * R + r) * C];
+      for (size_t c = 0; c < C; c++) {
+        dquery[r][c] += gain[c] * base[c];
+        dgain[c] += query[r][c] * base[c];
+      }
+    }
+}
+
+// ---- RMSNorm -------------------------------------------------------------------------------------------
+
+// x = weight * h / sqrt(mean(h^2) + eps)
+void rmsnorm_forward(real* x,             // (BT,C)
+                     const real* h,       // (BT,C)
+                     const real* weight,  // (C)
+                     size_t BT, size_t C) {
+#pragma omp parallel for
+  for (size_t bt = 0; bt < BT; bt++) {
+    const real* in = h + bt * C;
+    const real rstd = 1 / std::sqrt(dot(in, in, C) / real(C) + EPS);
+    for (size_t c = 0; c < C; c++) x[bt * C + c] = weight[c] * (rstd * in[c]);
+  }
+}
+
+// forward: x = weight * hhat, hhat = rstd h
+//   dhhat = weight * dx      dh = rstd (dhhat - hhat mean(dhhat * hhat))      dweight += sum_tokens dx * hhat
+void rmsnorm_backward(real* dh,            // (BT,C)
+                      real* dweight,       // (C)
+                      const real* dx,      // (BT,C)
+                      const real* h,       // (BT,C)
+                      const real* weight,  // (C)
+                      size_t BT, size_t C) {
+  std::vector<real> partial(num_chunks(BT) * C);
+#pragma omp parallel for
+  for (size_t chunk = 0; chunk < num_chunks(BT); chunk++)
+    for (size_t bt = chunk * TOKEN_CHUNK; bt < std::min((chunk + 1) * TOKEN_CHUNK, BT); bt++) {
+      const real *in = h + bt * C, *din = dx + bt * C;
+      const real rstd = 1 / std::sqrt(dot(in, in, C) / real(C) + EPS);
+      real mean = 0;
+#pragma omp simd reduction(+ : mean)
+      for (size_t c = 0; c < C; c++) mean += weight[c] * din[c] * (rstd * in[c]);
+      mean /= real(C);
+      for (size_t c = 0; c < C; c++) {
+        const real hhat = rstd * in[c];
+        dh[bt * C + c] = rstd * (weight[c] * din[c] - hhat * mean);
+        partial[chunk * C + c] += din[c] * hhat;
+      }
+    }
+  for (size_t chunk = 0; chunk < num_chunks(BT); chunk++)
+    for (size_t c = 0; c < C; c++) dweight[c] += partial[chunk * C + c];
+}
+
+// ---- matrix products -----------------------------------------------------------------------------------
+
+// out(M,N) = A(M,K) B(K,N), or += with `accumulate`. Element (i,k) of A is a[i * lda + k], or a[k * lda + i]
+// if it is stored transposed; likewise B. ldo, lda, ldb: distance between stored rows.
+void matmul(real* out, size_t ldo, const real* a, size_t lda, bool trans_a, const real* b, size_t ldb, bool trans_b,
+            size_t M, size_t N, size_t K, bool accumulate) {
+  constexpr size_t BLOCK = 64;
+#pragma omp parallel for collapse(2)
+  for (size_t i0 = 0; i0 < M; i0 += BLOCK)
+    for (size_t j0 = 0; j0 < N; j0 += BLOCK) {
+      real tile[BLOCK][BLOCK] = {}, row[BLOCK];
+      const size_t m = std::min(BLOCK, M - i0), n = std::min(BLOCK, N - j0);
+      for (size_t k = 0; k < K; k++) {
+        for (size_t j = 0; j < BLOCK; j++)
+          row[j] = j < n ? (trans_b ? b[(j0 + j) * ldb + k] : b[k * ldb + j0 + j]) : real(0);
+        for (size_t i = 0; i < m; i++) {
+          const real x = trans_a ? a[k * lda + i0 + i] : a[(i0 + i) * lda + k];
+          for (size_t j = 0; j < BLOCK; j++) tile[i][j] += x * row[j];
+        }
+      }
+      for (size_t i = 0; i < m; i++)
+        for (size_t j = 0; j < n; j++) {
+          real& o = out[(i0 + i) * ldo + j0 + j];
+          o = accumulate ? o + tile[i][j] : tile[i][j];
+        }
+    }
+}
+
+// out = x w^T; rows of out stand ldo apart, so that Q, K and V can share one packed buffer.
+void matmul_forward(real* out,      // (BT,OC), rows ldo apart
+                    const real* x,  // (BT,IC)
+                    const real* w,  // (OC,IC)
+                    size_t BT, size_t IC, size_t OC, size_t ldo) {
+  matmul(out, ldo, x, IC, false, w, IC, true, BT, OC, IC, false);
+}
+
+// forward: out = x w^T       dx = dout w      dw += dout^T x
+void matmul_backward(real* dx,          // (BT,IC); adds if add_dx
+                     real* dw,          // (OC,IC)
+                     const real* dout,  // (BT,OC), rows ldo apart
+                     const real* x,     // (BT,IC)
+                     const real* w,     // (OC,IC)
+                     size_t BT, size_t IC, size_t OC, size_t ldo, bool add_dx = false) {
+  matmul(dx, IC, dout, ldo, false, w, IC, false, BT, IC, OC, add_dx);
+  matmul(dw, IC, dout, ldo, true, x, IC, false, OC, IC, BT, true);
+}
+
+// ---- rotary position encoding --------------------------------------------------------------------------
+
+// Turns the pair (i, i + HS/2) of every head of Q and K by the angle t * base^(-2i / HS), in place. Scores
+// then depend on how far apart two tokens are, not on where they stand. V is left alone.
+constexpr double ROPE_BASE = 10000.0;
+void rope_rotate(real* qkv,  // (B,T,3C)
+                 size_t B, size_t T, size_t C, size_t NH, real direction) {
+  const size_t HS = C / NH, half = HS / 2;
+  std::vector<double> frequency(half);
+  for (size_t i = 0; i < half; i++) frequency[i] = std::pow(ROPE_BASE, -2.0 * double(i) / double(HS));
+#pragma omp parallel for
+  for (size_t t = 0; t < T; t++)
+    for (size_t i = 0; i < half; i++) {
+      const real cosine = real(std::cos(double(t) * frequency[i]));
+      const real sine = direction * real(std::sin(double(t) * frequency[i]));
+      for (size_t b = 0; b < B; b++)
+        for (size_t head = 0; head < 2 * NH; head++) {  // Q's heads, then K's
+          real* x = qkv + (b * T + t) * 3 * C + head * HS;
+          const real lo = x[i], hi = x[i + half];
+          x[i] = lo * cosine - hi * sine;
+          x[i + half] = lo * sine + hi * cosine;
+        }
+    }
+}
+void rope_forward(real* qkv, size_t B, size_t T, size_t C, size_t NH) { rope_rotate(qkv, B, T, C, NH, 1); }
+// A rotation's transpose is the rotation back.
+void rope_backward(real* dqkv, size_t B, size_t T, size_t C, size_t NH) { rope_rotate(dqkv, B, T, C, NH, -1); }
+
+// ---- causal attention ----------------------------------------------------------------------------------
+
+// Per head: score_tu = q_t . k_u / sqrt(HS) for u <= t, a = softmax over u, att_t = sum_u a_tu v_u.
+// No (T,T) matrix is kept: lse_t = log sum_u exp(score_tu) is enough to rebuild a_tu = exp(score_tu - lse_t).
+void attention_forward(real* att,        // (B,T,C)
+                       real* lse,        // (B,NH,T)
+                       const real* qkv,  // (B,T,3C): Q's heads, K's heads, V's heads
+                       size_t B, size_t T, size_t C, size_t NH) {
+  const size_t HS = C / NH;
+  const real scale = 1 / std::sqrt(real(HS));
+#pragma omp parallel for collapse(2)
+  for (size_t b = 0; b < B; b++)
+    for (size_t head = 0; head < NH; head++) {
+      const real* q = qkv + b * T * 3 * C + head * HS;  // rows 3C apart
+      const real *k = q + C, *v = q + 2 * C;
+      std::vector<real> a(T);
+      for (size_t t = 0; t < T; t++) {
+        real top = -INFINITY, sum = 0;
+        for (size_t u = 0; u <= t; u++) {
+          a[u] = scale * dot(q + t * 3 * C, k + u * 3 * C, HS);
+          top = std::max(top, a[u]);
+        }
+        for (size_t u = 0; u <= t; u++) sum += a[u] = std::exp(a[u] - top);
+        lse[(b * NH + head) * T + t] = top + std::log(sum);
+        real* out = att + (b * T + t) * C + head * HS;
+        for (size_t i = 0; i < HS; i++) out[i] = 0;
+        for (size_t u = 0; u <= t; u++) {
+          const real weight = a[u] / sum;
+          for (size_t i = 0; i < HS; i++) out[i] += weight * v[u * 3 * C + i];
+        }
+      }
+    }
+}
+
+// forward: att_t = sum_u a_tu v_u, a_t = softmax(score_t), score_tu = scale q_t . k_u
+//   da_tu = datt_t . v_u      delta_t = sum_u a_tu da_tu = datt_t . att_t      dscore_tu = a_tu (da_tu - delta_t)
+//   dv_u = sum_t a_tu datt_t      dq_t = scale sum_u dscore_tu k_u      dk_u = scale sum_t dscore_tu q_t
+void attention_backward(real* dqkv,                        // (B,T,3C)
+                        const real* datt,                  // (B,T,C)
+                        const real* qkv,                   // (B,T,3C)
+                        const real* att, const real* lse,  // (B,T,C), (B,NH,T)
+                        size_t B, size_t T, size_t C, size_t NH) {
+  const size_t HS = C / NH;
+  const real scale = 1 / std::sqrt(real(HS));
+#pragma omp parallel for collapse(2)
+  for (size_t b = 0; b < B; b++)
+    for (size_t head = 0; head < NH; head++) {
+      const real* q = qkv + b * T * 3 * C + head * HS;
+      const real *k = q + C, *v = q + 2 * C;
+      real* dq = dqkv + b * T * 3 * C + head * HS;
+      real *dk = dq + C, *dv = dq + 2 * C;
+      for (size_t t = 0; t < T; t++)
+        for (size_t i = 0; i < HS; i++) dq[t * 3 * C + i] = dk[t * 3 * C + i] = dv[t * 3 * C + i] = 0;
+      for (size_t t = 0; t < T; t++) {
+        const real* datt_t = datt + (b * T + t) * C + head * HS;
+        const real delta = dot(datt_t, att + (b * T + t) * C + head * HS, HS);
+        const real lse_t = lse[(b * NH + head) * T + t];
+        for (size_t u = 0; u <= t; u++) {
+          const real a = std::exp(scale * dot(q + t * 3 * C, k + u * 3 * C, HS) - lse_t);
+          const real dscore = scale * a * (dot(datt_t, v + u * 3 * C, HS) - delta);
+          for (size_t i = 0; i < HS; i++) {
+            dv[u * 3 * C + i] += a * datt_t[i];
+            dq[t * 3 * C + i] += dscore * k[u * 3 * C + i];
+            dk[u * 3 * C + i] += dscore * q[t * 3 * C + i];
+          }
+        }
+      }
+    }
+}
+
+// ---- SwiGLU --------------------------------------------------------------------------------------------
+
+// act = silu(gate) * up, silu(x) = x sigmoid(x)
+void swiglu_forward(real* act,                          // (n)
+                    const real* gate, const real* up,   // (n)
+                    size_t n) {
+#pragma omp parallel for simd
+  for (size_t i = 0; i < n; i++) act[i] = gate[i] / (1 + std::exp(-gate[i])) * up[i];
+}
+
+// forward: act = g sigmoid(g) up       dup = dact silu(g)      dg = dact up sigmoid(g) (1 + g (1 - sigmoid(g)))
+void swiglu_backward(real* dgate, real* dup,            // (n)
+                     const real* dact,                  // (n)
+                     const real* gate, const real* up,  // (n)
+                     size_t n) {
+#pragma omp parallel for simd
+  for (size_t i = 0; i < n; i++) {
+    const real g = gate[i], sigmoid = 1 / (1 + std::exp(-g));
+    dup[i] = dact[i] * g * sigmoid;
+    dgate[i] = dact[i] * up[i] * sigmoid * (1 + g * (1 - sigmoid));
+  }
+}
+
+// ---- classifier: tied head and softmax cross-entropy ---------------------------------------------------
+
+// logits = x wte^T over the V real tokens, loss = -log softmax(logits)[target]. The logits of the whole batch
+// would be the largest array of all, so a fixed number of rows is worked on at a time: its losses and, if dx
+// is given, its gradients, before the next chunk overwrites the buffer.
+//   dlogits = (softmax(logits) - onehot(target)) dloss      dx = dlogits wte      dwte += dlogits^T x
+constexpr size_t CLASSIFIER_ROWS = 128;
+void classifier(real* losses,        // (BT), nats
+                int* guesses,        // (BT): the most likely next token; or null
+                real* dx,            // (BT,C); null: no gradients
+                real* dwte,          // (Vp,C)
+                const real* x,       // (BT,C)
+                const real* wte,     // (Vp,C)
+                const int* targets,  // (BT)
+                real dloss,          // gradient of every token's loss: 1 / tokens in the step
+                real* logits,        // workspace (CLASSIFIER_ROWS,Vp)
+                size_t BT, size_t C, size_t V, size_t Vp) {
+  for (size_t row0 = 0; row0 < BT; row0 += CLASSIFIER_ROWS) {
+    const size_t rows = std::min(CLASSIFIER_ROWS, BT - row0);
+    matmul(logits, Vp, x + row0 * C, C, false, wte, C, true, rows, V, C, false);
+#pragma omp parallel for
+    for (size_t row = 0; row < rows; row++) {
+      real* z = logits + row * Vp;
+      const size_t target = size_t(targets[row0 + row]);
+      const size_t best = size_t(std::max_element(z, z + V) - z);
+      if (guesses) guesses[row0 + row] = int(best);
+      const real top = z[best], target_logit = z[target];
+      real sum = 0;
+      for (size_t v = 0; v < V; v++) sum += z[v] = std::exp(z[v] - top);
+      losses[row0 + row] = std::log(sum) + top - target_logit;
+      if (!dx) continue;
+      for (size_t v = 0; v < V; v++) z[v] *= dloss / sum;
+      z[target] -= dloss;
+    }
+    if (!dx) continue;
+    matmul(dx + row0 * C, C, logits, Vp, false, wte, C, false, rows, C, V, false);
+    matmul(dwte, C, logits, Vp, true, x + row0 * C, C, false, V, C, rows, true);
+  }
+}
+
+// ---- the model -----------------------------------------------------------------------------------------
+
+struct Activations {
+  // Kept from forward to backward.
+  real *stream, *rstd;  // (2L+1, B,T,C): embedding, then the partial after each sublayer; (2L+1, B,T)
+  real* p;              // the routes' weights, site after site, each (R,B,T,K)
+  real *qkv, *att;      // (L, B,T,3C) after rope, (L, B,T,C)
+  real* lse;            // (L, B,NH,T)
+  real *gate, *up;      // (L, B,T,F)
+  // Recomputed where needed, one site at a time.
+  real* h;                 // (R, B,T,C) mixes; arch `average` appends their average
+  real* x;                 // (R, B,T,C) normalised mixes: what the sublayer reads
+  real* act;               // (B,T,F)
+  real *logits, *losses;   // (CLASSIFIER_ROWS,Vp), (B,T)
+  // Gradients, one sublayer at a time; only the bank lives through the whole backward.
+  real* dbank;         // (N+1, B,T,C): embedding, blocks
+  real *dh, *dx;       // (R, B,T,C)
+  real *dqkv, *datt;   // (B,T,3C), (B,T,C)
+  real *dgate, *dup, *dact;  // (B,T,F)
+};
+
+struct Model {
+  Config config;
+  size_t B = 0, T = 0;  // largest batch and context that the buffers hold
+  Tensors<real> params, grads, adam_m, adam_v;  // each one allocation, in the order of the tensor table
+  size_t num_elements = 0;                      // of each of the four, padding rows of wte included
+  Activations acts = {};
+  size_t activation_bytes = 0;
+};
+
+void allocate_tensors(Tensors<real>& tensors, const Config& config, const char* family) {
+  size_t total = 0;
+  for (const TensorSpec& t : tensor_table(config)) total += t.size();
+  real* next = alloc_array<real>(total, family);
+  for (const TensorSpec& t : tensor_table(config))
+    if (t.present) tensors.tensor(t.id) = next, next += t.size();
+}
+
+// Calls visit(name, pointer, elements) for every activation buffer: allocation and the memory table.
+template <class Visit>
+void for_each_activation(Activations& a, const Config& c, size_t B, size_t T, Visit visit) {
+  const size_t BT = B * T, BTC = BT * c.C, BTF = BT * c.F, R = c.two_routes() ? 2 : 1;
+  size_t weights = 0;  // elements of p for one token
+  for (size_t i = 0; i <= c.sublayers(); i++) weights += num_routes(c, i) * c.num_sources(i);
+  visit("stream", a.stream, (c.sublayers() + 1) * BTC);
+  visit("stream rstd", a.rstd, (c.sublayers() + 1) * BT);
+  visit("route weights", a.p, weights * BT);
+  visit("qkv", a.qkv, c.L * 3 * BTC);
+  visit("attention output", a.att, c.L * BTC);
+  visit("attention lse", a.lse, c.L * c.NH * BT);
+  visit("gate", a.gate, c.L * BTF);
+  visit("up", a.up, c.L * BTF);
+  visit("mixes", a.h, (c.has_routes() ? R + (c.arch == Arch::average) : 0) * BTC);
+  visit("normalised mixes", a.x, R * BTC);
+  visit("act", a.act, BTF);
+  visit("logits chunk", a.logits, CLASSIFIER_ROWS * c.Vp());
+  visit("losses", a.losses, BT);
+  visit("d bank", a.dbank, (c.has_routes() ? c.blocks() + 1 : 1) * BTC);
+  visit("d mixes", a.dh, R * BTC);
+  visit("d normalised mixes", a.dx, 2 * BTC);
+  visit("d qkv", a.dqkv, 3 * BTC);
+  visit("d attention output", a.datt, BTC);
+  visit("d gate", a.dgate, BTF);
+  visit("d up", a.dup, BTF);
+  visit("d act", a.dact, BTF);
+}
+
+void init_params(Model& m, uint64_t seed) {
+  const Config& c = m.config;
+  for (const TensorSpec& t : tensor_table(c)) {
+    const double std = t.init == Init::normal ? 0.02 : 0.02 / std::sqrt(2.0 * double(c.L));
+    const bool random = t.init == Init::normal || t.init == Init::normal_residual;
+    const size_t used = t.id == TENSOR_wte ? c.V * c.C : t.size();  // the padding rows stay zero
+    real* w = m.params.tensor(t.id);
+    // Every number is a pure function of (seed, tensor, index): arms that lack a tensor share all the others.
+#pragma omp parallel for
+    for (size_t i = 0; i < t.size(); i++)
+      w[i] = !random ? real(t.init == Init::one) : i < used ? real(std * normal(seed, STREAM_INIT + t.id, i)) : 0;
+  }
+}
+
+void model_create(Model& m, const Config& config, size_t B, size_t T, uint64_t seed) {
+  m.config = config, m.B = B, m.T = T;
+  for (const TensorSpec& t : tensor_table(config)) m.num_elements += t.size();
+  allocate_tensors(m.params, config, "parameters");
+  allocate_tensors(m.grads, config, "gradients");
+  allocate_tensors(m.adam_m, config, "first moments");
+  allocate_tensors(m.adam_v, config, "second moments");
+  for (Tensors<real>* zero : {&m.grads, &m.adam_m, &m.adam_v}) memset(zero->wte, 0, m.num_elements * sizeof(real));
+  for_each_activation(m.acts, config, B, T, [&](const char* name, real*& pointer, size_t n) {
+    pointer = alloc_array<real>(n, name);
+    m.activation_bytes += n * sizeof(real);
+  });
+  init_params(m, seed);
+}
+
+void model_free(Model& m) {
+  for (Tensors<real>* family : {&m.params, &m.grads, &m.adam_m, &m.adam_v}) free_array(family->wte);
+  for_each_activation(m.acts, m.config, m.B, m.T, [](const char*, real*& pointer, size_t) { free_array(pointer); });
+  m = Model();
+}
+
+// What one site reads: its sources and the parameters of its routes.
+struct Site {
+  size_t K, R;
+  std::vector<const real*> sources, rstd;  // K each
+  std::vector<real*> dsources;             // K: where each source's gradient gathers
+  real* p;                                 // (R,BT,K)
+  const real *query[2], *gain, *norm;
+  real *dquery[2], *dgain, *dnorm;
+};
+
+Site site_at(Model& m, size_t i, size_t BT) {
+  const Config& c = m.config;
+  const Activations& a = m.acts;
+  Site site = {};
+  site.K = c.num_sources(i), site.R = num_routes(c, i);
+  site.p = a.p;
+  for (size_t j = 0; j < i; j++) site.p += num_routes(c, j) * c.num_sources(j) * BT;
+  for (size_t slot : source_slots(c, i)) {
+    site.sources.push_back(a.stream + slot * BT * c.C);
+    site.rstd.push_back(a.rstd + slot * BT);
+    site.dsources.push_back(a.dbank + bank_index(c, slot) * BT * c.C);
+  }
+  const size_t layer = i / 2 * c.C;  // offset of this layer in an (L,C) tensor
+  auto at = [](real* tensor, size_t offset) { return tensor ? tensor + offset : nullptr; };
+  Tensors<real>&w = m.params, &d = m.grads;
+  if (i == c.sublayers()) {
+    site.query[0] = w.out_route, site.gain = w.out_route_gain, site.norm = w.final_norm;
+    site.dquery[0] = d.out_route, site.dgain = d.out_route_gain, site.dnorm = d.final_norm;
+  } else if (i % 2 == 1) {
+    site.query[0] = at(w.mlp_route, layer), site.gain = at(w.mlp_route_gain, layer), site.norm = w.mlp_norm + layer;
+    site.dquery[0] = at(d.mlp_route, layer), site.dgain = at(d.mlp_route_gain, layer), site.dnorm = d.mlp_norm + layer;
+  } else {
+    site.query[0] = at(w.attn_route_qk, layer), site.dquery[0] = at(d.attn_route_qk, layer);
+    site.query[1] = at(w.attn_route_v, layer), site.dquery[1] = at(d.attn_route_v, layer);  // null in frozen-v
+    if (c.arch == Arch::tied) site.query[1] = site.query[0], site.dquery[1] = site.dquery[0];
+    site.gain = at(w.attn_route_gain, layer), site.norm = w.attn_norm + layer;
+    site.dgain = at(d.attn_route_gain, layer), site.dnorm = d.attn_norm + layer;
+  }
+  return site;
+}
+
+// How many different inputs an attention sublayer has: x_qk and x_v, or one x for both.
+size_t num_inputs(const Config& c, const Site& site) { return c.arch == Arch::average ? 1 : std::max<size_t>(site.R, 1); }
+
+// The mixes that a site's norm reads, one per input, each (BT,C).
+const real* site_mixes(const Model& m, const Site& site, size_t BT) {
+  if (site.R == 0) return site.sources.back();  // residual: the running sum itself
+  return m.acts.h + (m.config.arch == Arch::average && site.R == 2 ? 2 * BT * m.config.C : 0);
+}
+
+// Reads the sources through the site's routes and normalises: acts.h and acts.x. The forward also computes
+// and saves the weights p; the backward calls it again to have h and x back.
+void read_sources(Model& m, const Site& site, size_t BT, bool weights_saved) {
+  const size_t C = m.config.C;
+  real* h = m.acts.h;
+  if (site.R > 0 && weights_saved) route_mix(h, site.p, site.sources.data(), BT, C, site.K, site.R);
+  else if (site.R > 0)
+    route_forward(h, site.p, site.sources.data(), site.rstd.data(), site.query, site.gain, BT, C, site.K, site.R);
+  if (m.config.arch == Arch::average && site.R == 2)
+    for (size_t i = 0; i < BT * C; i++) h[2 * BT * C + i] = (h[i] + h[BT * C + i]) / 2;
+  for (size_t n = 0; n < num_inputs(m.config, site); n++)
+    rmsnorm_forward(m.acts.x + n * BT * C, site_mixes(m, site, BT) + n * BT * C, site.norm, BT, C);
+}
+
+// The sublayer's output o is in slot i + 1; make it the running partial there.
+void write_partial(Model& m, size_t i, size_t BT) {
+  const Config& c = m.config;
+  real* slot = m.acts.stream + (i + 1) * BT * c.C;
+  // forward: partial = o if this sublayer starts a block, else partial + o. A residual network adds always.
+  if (i % c.S != 0 || !c.has_routes()) add(slot, slot - BT * c.C, BT * c.C);
+  if (c.has_routes()) source_rstd(m.acts.rstd + (i + 1) * BT, slot, BT, c.C);
+}
+
+// tokens (B,T). Leaves what the head reads, final_norm * rmsnorm(h_out), in acts.x.
+void model_forward(Model& m, const int* tokens, size_t B, size_t T) {
+  const Config& c = m.config;
+  const Tensors<real>& w = m.params;
+  const Activations& a = m.acts;
+  const size_t C = c.C, F = c.F, BT = B * T;
+
+  embedding_forward(a.stream, tokens, w.wte, BT, C);
+  if (c.has_routes()) source_rstd(a.rstd, a.stream, BT, C);
+  for (size_t l = 0; l < c.L; l++) {
+    {  // attention: sublayer 2l
+      const Site site = site_at(m, 2 * l, BT);
+      const real *x_qk = a.x, *x_v = a.x + (num_inputs(c, site) - 1) * BT * C;
+      real *qkv = a.qkv + l * BT * 3 * C, *att = a.att + l * BT * C;
+      read_sources(m, site, BT, false);
+      matmul_forward(qkv, x_qk, w.wqk + l * 2 * C * C, BT, C, 2 * C, 3 * C);
+      matmul_forward(qkv + 2 * C, x_v, w.wv + l * C * C, BT, C, C, 3 * C);
+      rope_forward(qkv, B, T, C, c.NH);
+      attention_forward(att, a.lse + l * c.NH * BT, qkv, B, T, C, c.NH);
+      matmul_forward(a.stream + (2 * l + 1) * BT * C, att, w.wo + l * C * C, BT, C, C, C);
+      write_partial(m, 2 * l, BT);
+    }
+    {  // feed-forward: sublayer 2l + 1
+      const Site site = site_at(m, 2 * l + 1, BT);
+      real *gate = a.gate + l * BT * F, *up = a.up + l * BT * F;
+      read_sources(m, site, BT, false);
+      matmul_forward(gate, a.x, w.w_gate + l * F * C, BT, C, F, F);
+      matmul_forward(up, a.x, w.w_up + l * F * C, BT, C, F, F);
+      swiglu_forward(a.act, gate, up, BT * F);
+      matmul_forward(a.stream + (2 * l + 2) * BT * C, a.act, w.w_down + l * C * F, BT, F, C, C);
+      write_partial(m, 2 * l + 1, BT);
+    }
+  }
+  read_sources(m, site_at(m, c.sublayers(), BT), BT, false);
+}
+
+// Backward of read_sources. acts.dx holds one gradient per input and is used up; dsources gather.
+void read_sources_backward(Model& m, const Site& site, size_t BT) {
+  const Config& c = m.config;
+  const size_t C = c.C;
+  real *dh = m.acts.dh, *dx = m.acts.dx;
+  size_t inputs = num_inputs(c, site), R = site.R;
+  // tied: both inputs are one function of one query, so their gradients meet here, as in `block`.
+  if (c.arch == Arch::tied && R == 2) add(dx, dx + BT * C, BT * C), inputs = R = 1;
+  for (size_t n = 0; n < inputs; n++)
+    rmsnorm_backward(dh + n * BT * C, site.dnorm, dx + n * BT * C, site_mixes(m, site, BT) + n * BT * C, site.norm, BT, C);
+  if (c.arch == Arch::average && R == 2)  // forward: (h_qk + h_v) / 2
+    for (size_t i = 0; i < BT * C; i++) dh[i] = dh[BT * C + i] = dh[i] / 2;
+  if (R == 0) add(m.acts.dbank, dh, BT * C);  // residual: one running gradient
+  else
+    route_backward(site.dsources.data(), site.dquery, site.dgain, dh, m.acts.h, site.p, site.sources.data(),
+                   site.rstd.data(), site.query, site.gain, BT, C, site.K, R);
+}
+
+// After model_forward and classifier, which left the head's gradient in acts.dx. Adds to m.grads.
+//
+// Every slot of one block shares one gradient buffer of the bank. Walking back through a block, that buffer is
+// the gradient of the running partial: partial_after = partial_before + o, so it is also the gradient of o, and
+// the routes that read partial_before add to it. The readers of the finished block have added before that.
+void model_backward(Model& m, const int* tokens, size_t B, size_t T) {
+  const Config& c = m.config;
+  const Tensors<real>&w = m.params, &d = m.grads;
+  const Activations& a = m.acts;
+  const size_t C = c.C, F = c.F, BT = B * T;
+
+  memset(a.dbank, 0, (c.has_routes() ? c.blocks() + 1 : 1) * BT * C * sizeof(real));
+  read_sources_backward(m, site_at(m, c.sublayers(), BT), BT);  // h and x are still there from the forward
+  for (size_t l = c.L; l-- > 0;) {
+    {  // feed-forward: sublayer 2l + 1
+      const Site site = site_at(m, 2 * l + 1, BT);
+      const real* dout = a.dbank + (c.has_routes() ? bank_index(c, 2 * l + 2) : 0) * BT * C;
+      const real *gate = a.gate + l * BT * F, *up = a.up + l * BT * F;
+      read_sources(m, site, BT, true);
+      swiglu_forward(a.act, gate, up, BT * F);
+      matmul_backward(a.dact, d.w_down + l * C * F, dout, a.act, w.w_down + l * C * F, BT, F, C, C);
+      swiglu_backward(a.dgate, a.dup, a.dact, gate, up, BT * F);
+      matmul_backward(a.dx, d.w_gate + l * F * C, a.dgate, a.x, w.w_gate + l * F * C, BT, C, F, F);
+      matmul_backward(a.dx, d.w_up + l * F * C, a.dup, a.x, w.w_up + l * F * C, BT, C, F, F, true);
+      read_sources_backward(m, site, BT);
+    }
+    {  // attention: sublayer 2l
+      const Site site = site_at(m, 2 * l, BT);
+      const size_t inputs = num_inputs(c, site);
+      const real* dout = a.dbank + (c.has_routes() ? bank_index(c, 2 * l + 1) : 0) * BT * C;
+      const real *qkv = a.qkv + l * BT * 3 * C, *att = a.att + l * BT * C;
+      const real *x_qk = a.x, *x_v = a.x + (inputs - 1) * BT * C;
+      real *dx_qk = a.dx, *dx_v = a.dx + BT * C;
+      read_sources(m, site, BT, true);
+      matmul_backward(a.datt, d.wo + l * C * C, dout, att, w.wo + l * C * C, BT, C, C, C);
+      attention_backward(a.dqkv, a.datt, qkv, att, a.lse + l * c.NH * BT, B, T, C, c.NH);
+      rope_backward(a.dqkv, B, T, C, c.NH);
+      matmul_backward(dx_qk, d.wqk + l * 2 * C * C, a.dqkv, x_qk, w.wqk + l * 2 * C * C, BT, C, 2 * C, 3 * C);
+      matmul_backward(dx_v, d.wv + l * C * C, a.dqkv + 2 * C, x_v, w.wv + l * C * C, BT, C, C, 3 * C);
+      if (inputs == 1) add(dx_qk, dx_v, BT * C);  // Q, K and V read the same x
+      read_sources_backward(m, site, BT);
+    }
+  }
+  embedding_backward(d.wte, a.dbank, tokens, BT, C);
+}
+
+// Mean loss in nats a token. The sum runs in token order in double: the same for any batch shape.
+double mean_loss(const real* losses, size_t BT) {
+  double sum = 0;
+  for (size_t bt = 0; bt < BT; bt++) sum += double(losses[bt]);
+  return sum / double(BT);
+}
+
+// Loss of one micro-batch; adds the gradient of (its mean loss / accumulation) to m.grads.
+double model_loss_and_gradients(Model& m, const int* tokens, const int* targets, size_t B, size_t T, size_t accumulation = 1) {
+  const Config& c = m.config;
+  const Activations& a = m.acts;
+  const real dloss = 1 / (real(B * T) * real(accumulation));
+  model_forward(m, tokens, B, T);
+  classifier(a.losses, nullptr, a.dx, m.grads.wte, a.x, m.params.wte, targets, dloss, a.logits, B * T, c.C, c.V, c.Vp());
+  model_backward(m, tokens, B, T);
+  return mean_loss(a.losses, B * T);
+}
+
+// Losses only, per token in acts.losses; guesses (B,T), or null, gets the most likely next tokens.
+double model_loss(Model& m, const int* tokens, const int* targets, size_t B, size_t T, int* guesses = nullptr) {
+  const Config& c = m.config;
+  const Activations& a = m.acts;
+  model_forward(m, tokens, B, T);
+  classifier(a.losses, guesses, nullptr, nullptr, a.x, m.params.wte, targets, 0, a.logits, B * T, c.C, c.V, c.Vp());
+  return mean_loss(a.losses, B * T);
+}
+
+// ---- what the routes do --------------------------------------------------------------------------------
+
+// Adds the last forward's attention routes to the sums in stats: the weight on each source for QK and for V,
+// and the Jensen-Shannon divergence between the two, JS = (KL(p||m) + KL(q||m)) / 2 with m = (p + q) / 2.
+void add_route_stats(RouteStats& stats, Model& m, size_t BT) {
+  const Config& c = m.config;
+  if (!c.has_routes()) return;
+  stats.qk.resize(c.L), stats.v.resize(c.L), stats.js_nats.resize(c.L);
+  for (size_t l = 0; l < c.L; l++) {
+    const Site site = site_at(m, 2 * l, BT);
+    stats.qk[l].resize(site.K), stats.v[l].resize(site.R == 2 ? site.K : 0);
+    for (size_t bt = 0; bt < BT; bt++) {
+      const real *p = site.p + bt * site.K, *q = site.p + ((site.R - 1) * BT + bt) * site.K;
+      for (size_t j = 0; j < site.K; j++) {
+        const double pj = double(p[j]), qj = double(q[j]), mj = (pj + qj) / 2;
+        stats.qk[l][j] += pj;
+        if (site.R == 2) stats.v[l][j] += qj;
+        if (pj > 0) stats.js_nats[l] += pj * std::log(pj / mj) / 2;
+        if (qj > 0) stats.js_nats[l] += qj * std::log(qj / mj) / 2;
+      }
+    }
+  }
+}
+
+// ---- AdamW ---------------------------------------------------------------------------------------------
+
+constexpr double ADAM_BETA1 = 0.9, ADAM_BETA2 = 0.95, ADAM_EPS = 1e-8;
+
+// Global norm of all gradients. Chunks of fixed size, added in order in double: independent of threads.
+double grad_norm(const Model& m) {
+  constexpr size_t CHUNK = 1 << 14;
+  const real* g = m.grads.wte;  // the whole family is one allocation
+  std::vector<double> sums((m.num_elements + CHUNK - 1) / CHUNK);
+#pragma omp parallel for
+  for (size_t chunk = 0; chunk < sums.size(); chunk++) {
+    const size_t end = std::min((chunk + 1) * CHUNK, m.num_elements);
+    double sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (size_t i = chunk * CHUNK; i < end; i++) sum += double(g[i]) * double(g[i]);
+    sums[chunk] = sum;
+  }
+  double sum = 0;
+  for (double s : sums) sum += s;
+  return std::sqrt(sum);
+}
+
+// One step for n numbers: m and v are running means of g and g^2, corrected for having started at zero.
+//   p -= lr (mhat / (sqrt(vhat) + eps) + decay p)
+void adamw(real* p, real* m, real* v, const real* g, size_t n, double grad_scale, double lr, double decay, size_t step) {
+  const real beta1 = real(ADAM_BETA1), beta2 = real(ADAM_BETA2), eps = real(ADAM_EPS);
+  const real correct1 = real(1 / (1 - std::pow(ADAM_BETA1, double(step))));
+  const real correct2 = real(1 / (1 - std::pow(ADAM_BETA2, double(step))));
+  const real scale = real(grad_scale), rate = real(lr), shrink = real(lr * decay);
+#pragma omp parallel for simd
+  for (size_t i = 0; i < n; i++) {
+    const real grad = scale * g[i];
+    m[i] = beta1 * m[i] + (1 - beta1) * grad;
+    v[i] = beta2 * v[i] + (1 - beta2) * grad * grad;
+    p[i] -= rate * (m[i] * correct1) / (std::sqrt(v[i] * correct2) + eps) + shrink * p[i];
+  }
+}
+
+// step counts from 1. Gradients are scaled by grad_scale (clipping) on the way in.
+void model_update(Model& m, size_t step, double grad_scale, double lr, double weight_decay, double query_lr_mult) {
+  for (const TensorSpec& t : tensor_table(m.config)) {
+    if (!t.present) continue;
+    adamw(m.params.tensor(t.id), m.adam_m.tensor(t.id), m.adam_v.tensor(t.id), m.grads.tensor(t.id), t.size(), grad_scale,
+          t.is_query() ? lr * query_lr_mult : lr, t.decay ? weight_decay : 0, step);
+  }
+}
+
+void model_zero_grad(Model& m) { memset(m.grads.wte, 0, m.num_elements * sizeof(real)); }
+
+// Names the first tensor and layer with a gradient that is not finite, or "" if all are.
+std::string find_non_finite(Model& m) {
+  for (const TensorSpec& t : tensor_table(m.config)) {
+    const real* g = m.grads.tensor(t.id);
+    for (size_t i = 0; i < t.size(); i++)
+      if (!std::isfinite(g[i])) return t.per_layer ? format("%s, layer %zu", t.name, i / (t.size() / m.config.L)) : t.name;
+  }
+  return "";
+}
+
+// ---- checkpoint ----------------------------------------------------------------------------------------
+
+// Parameters as model.<name>, moments as adam_m.<name> and adam_v.<name>: float32, whatever `real` is.
+struct Family { const char* prefix; Tensors<real>* tensors; };
+std::vector<Family> checkpoint_families(Model& m) {
+  return {{"model.", &m.params}, {"adam_m.", &m.adam_m}, {"adam_v.", &m.adam_v}};
+}
+
+void model_save(Model& m, const std::string& path, const std::map<std::string, std::string>& metadata) {
+  std::vector<CheckpointTensor> tensors;
+  for (const Family& family : checkpoint_families(m))
+    for (const TensorSpec& t : tensor_table(m.config)) {
+      if (!t.present) continue;
+      const real* source = family.tensors->tensor(t.id);
+      tensors.push_back({std::string(family.prefix) + t.name, t.shape, [source](size_t offset, size_t n, float* chunk) {
+                           for (size_t i = 0; i < n; i++) chunk[i] = float(source[offset + i]);
+                         }});
+    }
+  checkpoint_write(path, metadata, tensors);
+}
+
+// Parameters, and the moments too if `with_moments` (resuming; without: starting from given weights).
+void model_load(Model& m, Checkpoint& checkpoint, bool with_moments) {
+  for (const Family& family : checkpoint_families(m)) {
+    if (family.tensors != &m.params && !with_moments) continue;
+    for (const TensorSpec& t : tensor_table(m.config)) {
+      if (!t.present) continue;
+      real* target = family.tensors->tensor(t.id);
+      checkpoint.read(std::string(family.prefix) + t.name, t.shape, [target](size_t offset, size_t n, const float* chunk) {
+        for (size_t i = 0; i < n; i++) target[offset + i] = real(chunk[i]);
+      });
+    }
+  }
+}
+
+}  // namespace CPU_NAMESPACE
+
+#undef REAL
+#undef CPU_NAMESPACE
