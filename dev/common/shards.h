@@ -1,0 +1,144 @@
+// shards.h - tokens of one split, read a window at a time.
+//
+// A shard is a file of 256 little-endian int32, [0] = 20240520, [1] = 1, [2] = number of tokens n, then n
+// uint16. Window i of a shard holds its tokens iT .. iT+T: the first T are inputs, the last T the targets, so a
+// shard has floor((n - 1) / T) windows; none crosses into another shard, and neighbours share one token. Shards
+// stay on the disk and are read where needed: a split may be larger than memory.
+#pragma once
+#include <algorithm>
+
+#include <glob.h>
+#include <sys/resource.h>
+
+#include "check.h"   // fatal, format
+#include "files.h"   // InFile
+#include "random.h"  // permute
+
+constexpr int32_t SHARD_MAGIC = 20240520, SHARD_VERSION = 1;
+constexpr size_t SHARD_HEADER = 1024;  // bytes
+
+struct Shard {
+  std::string name;
+  size_t num_tokens = 0;
+  InFile file;                   // either the tokens are in this file ...
+  std::vector<uint16_t> memory;  // ... or, where it was never opened, here
+
+  size_t num_windows(size_t T) const { return num_tokens > 0 ? (num_tokens - 1) / T : 0; }
+
+  void read(size_t first, size_t n, uint16_t* tokens) const {  // tokens first .. first+n-1, which must exist
+    if (file.fd >= 0) fatal_if(file.read(SHARD_HEADER + 2 * first, 2 * n, tokens));
+    else std::copy(memory.data() + first, memory.data() + first + n, tokens);
+  }
+};
+
+// Opens a shard and checks magic, version and size. Returns the error, empty when all is well.
+inline std::string open_shard(const std::string& path, Shard* shard) {
+  shard->name = path;
+  std::string error = shard->file.open(path);
+  if (!error.empty()) return error;
+  const size_t size = shard->file.size;
+  const char* name = path.c_str();
+  if (size < SHARD_HEADER) return format("%s: %zu bytes, too short for a shard's header of %zu", name, size, SHARD_HEADER);
+  int32_t header[SHARD_HEADER / 4];
+  error = shard->file.read(0, SHARD_HEADER, header);
+  if (!error.empty()) return error;
+  if (header[0] != SHARD_MAGIC) return format("%s: not a token shard: magic %d, expected %d", name, header[0], SHARD_MAGIC);
+  if (header[1] != SHARD_VERSION) return format("%s: shard version %d, expected %d", name, header[1], SHARD_VERSION);
+  if (header[2] < 0) return format("%s: its header counts %d tokens, expected 0 or more", name, header[2]);
+  shard->num_tokens = size_t(header[2]);
+  const size_t expected = SHARD_HEADER + 2 * shard->num_tokens;
+  if (size == expected) return "";
+  return format("%s: %zu bytes, expected %zu for the %zu tokens its header counts", name, size, expected, shard->num_tokens);
+}
+
+struct TokenData {
+  std::string name;           // the glob, or what the tokens in memory are
+  size_t V = 0;               // every token must be below this
+  std::vector<Shard> shards;  // in the order of their names
+
+  // Every file that the pattern matches; fatal if there is none, or if one is not a good shard.
+  static TokenData from_glob(const std::string& pattern, size_t V) {
+    allow_many_files();
+    glob_t found;
+    const int status = glob(pattern.c_str(), 0, nullptr, &found);  // sorted by name
+    if (status == GLOB_NOMATCH) fatal(EXIT_ERROR, "%s: no file of that name or pattern", pattern.c_str());
+    if (status != 0) fatal(EXIT_ERROR, "%s: cannot list the files", pattern.c_str());
+    TokenData data;
+    data.name = pattern;
+    data.V = V;
+    data.shards.resize(found.gl_pathc);
+    for (size_t s = 0; s < found.gl_pathc; s++) fatal_if(open_shard(found.gl_pathv[s], &data.shards[s]));
+    globfree(&found);
+    return data;
+  }
+
+  static TokenData from_tokens(std::vector<uint16_t> tokens, const std::string& name, size_t V) {
+    TokenData data;
+    data.name = name;
+    data.V = V;
+    data.shards.resize(1);
+    data.shards[0].name = name;
+    data.shards[0].num_tokens = tokens.size();
+    data.shards[0].memory = std::move(tokens);
+    return data;
+  }
+
+  size_t num_tokens() const {
+    size_t n = 0;
+    for (const Shard& shard : shards) n += shard.num_tokens;
+    return n;
+  }
+  size_t num_windows(size_t T) const {
+    size_t n = 0;
+    for (const Shard& shard : shards) n += shard.num_windows(T);
+    return n;
+  }
+  // Fatal if there is not one window to train on; call it before the first window is asked for.
+  void require_window(size_t T) const {
+    if (num_windows(T) > 0) return;
+    fatal(EXIT_ERROR, "%s: no shard holds one window of %zu + 1 tokens (%zu shard%s, %zu tokens in all)",
+          name.c_str(), T, shards.size(), shards.size() == 1 ? "" : "s", num_tokens());
+  }
+
+  // Window i in the order of the shards, 0 <= i < num_windows(T). Fatal if it holds a token >= V.
+  void window(size_t i, size_t T, int* inputs /* (T) */, int* targets /* (T) */) const {
+    for (const Shard& shard : shards) {
+      const size_t n = shard.num_windows(T);
+      if (i >= n) { i -= n; continue; }
+      std::vector<uint16_t> tokens(T + 1);
+      shard.read(i * T, T + 1, tokens.data());
+      check_tokens(shard, i * T, tokens);
+      std::copy(tokens.begin(), tokens.end() - 1, inputs);
+      std::copy(tokens.begin() + 1, tokens.end(), targets);
+      return;
+    }
+    fatal(EXIT_ERROR, "%s: window %zu past the last of %zu", name.c_str(), i + num_windows(T), num_windows(T));
+  }
+
+ private:
+  void check_tokens(const Shard& shard, size_t first, const std::vector<uint16_t>& tokens) const {
+    for (size_t t = 0; t < tokens.size(); t++) {
+      if (tokens[t] < V) continue;
+      const size_t at = first + t;
+      fatal(EXIT_ERROR, "%s: token %zu, at byte %zu, is %d; expected less than the vocabulary's %zu",
+            shard.name.c_str(), at, SHARD_HEADER + 2 * at, int(tokens[t]), V);
+    }
+  }
+  // A split may have more shards than the usual 1,024 open files; raise the soft limit as far as is allowed.
+  static void allow_many_files() {
+    struct rlimit limit;
+    if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
+    limit.rlim_cur = limit.rlim_max == RLIM_INFINITY ? 65536 : limit.rlim_max;
+    setrlimit(RLIMIT_NOFILE, &limit);
+  }
+};
+
+// The k-th example of a run, k = 0, 1, 2, ...: windows in a new random order each epoch. The order is a function
+// of (seed, epoch) alone, so a resumed run asks for example k and is where it was.
+// Step s, micro-batch m, row b of a run uses k = s * (examples a step) + m * B + b.
+inline void training_example(const TokenData& data, size_t T, uint64_t seed, uint64_t k,
+                             int* inputs /* (T) */, int* targets /* (T) */) {
+  const uint64_t n = data.num_windows(T);
+  if (n == 0) data.require_window(T);
+  data.window(permute(seed, k / n, n, k % n), T, inputs, targets);
+}
