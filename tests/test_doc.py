@@ -2,6 +2,8 @@
 """The Python of dev/doc/rdattnres.md, run block by block, in order, in one process: each block is a case."""
 import pathlib
 import re
+import subprocess
+import sys
 
 from check import case, finish, skip
 
@@ -38,4 +40,8 @@ if __name__ == "__main__":
         run_blocks(DOC, {"__name__": "doc"})
     except ImportError:
         skip("the derivation's Python", "no numpy on this machine")
+    with case("depth_memory.svg is what depth_memory.py draws"):
+        script = DOC.with_name("depth_memory.py")
+        result = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr.strip()
     finish()
