@@ -132,3 +132,21 @@ inline bool parse_double(const std::string& text, double* value) {
   *value = x;
   return true;
 }
+
+// The shortest text that reads back as exactly this number: "0.1", not "0.10000000000000001".
+inline std::string number_text(double x) {
+  std::string text;
+  for (int digits = 6; digits <= 17; digits++) {
+    text = format("%.*g", digits, x);
+    if (strtod(text.c_str(), nullptr) == x) break;
+  }
+  return text;
+}
+inline std::string number_text(float x) {
+  std::string text;
+  for (int digits = 6; digits <= 9; digits++) {
+    text = format("%.*g", digits, double(x));
+    if (strtof(text.c_str(), nullptr) == x) break;
+  }
+  return text;
+}
