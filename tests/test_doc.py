@@ -40,8 +40,10 @@ if __name__ == "__main__":
         run_blocks(DOC, {"__name__": "doc"})
     except ImportError:
         skip("the derivation's Python", "no numpy on this machine")
-    with case("depth_memory.svg is what depth_memory.py draws"):
-        script = DOC.with_name("depth_memory.py")
-        result = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr.strip()
+    for name, script in (("depth_memory.svg is what depth_memory.py draws", "depth_memory.py"),
+                         ("symbols.md: every link points at the line it names", "symbols.py")):
+        with case(name):
+            command = [sys.executable, str(DOC.with_name(script)), "--check"]
+            result = subprocess.run(command, capture_output=True, text=True)
+            assert result.returncode == 0, result.stderr.strip()
     finish()
