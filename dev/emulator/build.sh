@@ -1,16 +1,31 @@
 #!/usr/bin/env bash
-# usage: build.sh fast|asan|race SOURCE OUTPUT [compiler flags...]    compiles a .cu file for the CPU emulator
-# fast: -O3, blocks on all cores. asan: AddressSanitizer + UBSan. race: data races, missing barriers, unwritten reads.
+# usage: build.sh fast|asan|race SOURCE.cu OUTPUT [compiler flags...]     compiles CUDA code for the emulator
+# fast: optimised, blocks on all cores. asan: AddressSanitizer and UBSan. race: dev/emulator/race.cpp.
+# CXX: the compiler; asan and race need g++. The engine's object files are kept under build/emulator/.
 set -e
 here=$(cd "$(dirname "$0")" && pwd)
-mode=$1 source=$2 output=$3; shift 3
+mode=$1 source=$2 output=$3
+shift 3 || { sed -n 2,4p "$0" >&2; exit 2; }
 cxx=${CXX:-g++}
-flags="-std=c++17 -g -Wall -Wextra -Wno-unknown-pragmas -fno-strict-aliasing -I $here"
+common="-std=c++17 -g -Wall -Wextra -Wno-unknown-pragmas -fno-strict-aliasing"
 case $mode in
-  fast) $cxx -x c++ $flags -O3 -march=native -fopenmp "$@" "$source" -o "$output" ;;
-  asan) $cxx -x c++ $flags -O1 -fopenmp -fsanitize=address,undefined -fno-sanitize-recover=undefined "$@" "$source" -o "$output" ;;
-  race) # the sanitizer's calls are compiled in but its library is not linked: dev/emulator answers the calls itself
-        $cxx -x c++ $flags -O1 -fsanitize=thread -DEMU_RACE "$@" -c "$source" -o "$output.o"
-        $cxx "$output.o" -o "$output"; rm "$output.o" ;;
-  *) echo "error: unknown build '$mode', expected fast, asan or race" >&2; exit 2 ;;
+  fast) engine="-fopenmp"            program="-O3 -march=native -fopenmp" link="-fopenmp" ;;
+  asan) engine="-fopenmp -DEMU_ASAN" program="-O1 -fopenmp -fsanitize=address,undefined -fno-sanitize-recover=undefined" link="$program" ;;
+  # The calls that the thread sanitizer puts into the program are answered by race.cpp: its library is not linked.
+  race) engine="-DEMU_RACE"          program="-O1 -fsanitize=thread -DEMU_RACE" link="" ;;
+  *) echo "error: build '$mode', expected fast, asan or race" >&2; exit 2 ;;
 esac
+cache=$here/../../build/emulator/$mode-$(basename "$cxx")
+mkdir -p "$cache"
+(
+  flock 9
+  for f in engine runtime tensor gemm race; do
+    newest=$(ls -t "$here"/*.h "$here/build.sh" "$here/$f.cpp" | head -1)
+    if [ ! "$cache/$f.o" -nt "$newest" ]; then
+      $cxx $common -O3 -march=native $engine -c "$here/$f.cpp" -o "$cache/$f.o.part" && mv "$cache/$f.o.part" "$cache/$f.o"
+    fi
+  done
+) 9> "$cache/lock"
+$cxx -x c++ $common $program -I "$here" "$@" -c "$source" -o "$output.o"
+$cxx "$output.o" "$cache"/*.o $link -o "$output"
+rm "$output.o"

@@ -1,0 +1,67 @@
+// tensor.cpp - the instructions of the tensor cores and the asynchronous copies.
+#include "emulated_device.h"
+#include "engine.h"
+
+namespace emu {
+
+static void check_aligned(const char* op, Site site, const void* p) {
+  if (reinterpret_cast<uintptr_t>(p) % 16) fail("%s at %s:%d: address %p is not aligned to 16 bytes", op, site.file, site.line, p);
+}
+struct Load { const uint16_t* row; unsigned r[4]; };
+void load_matrices(unsigned (&r)[4], const void* row, bool transpose, Site site) {
+  check_aligned("ldmatrix", site, row);
+  touch(row, 16, Access::read, __builtin_return_address(0));
+  Load mine{static_cast<const uint16_t*>(row), {}};
+  warp_op(transpose ? "ldmatrix.trans" : "ldmatrix", site, ~0u, mine, [&](Load** lane) {
+    for (int l = 0; l < 32; l++)
+      for (int i = 0; i < 4; i++) {
+        const int y = l / 4, x = l % 4 * 2;
+        const uint16_t low = transpose ? lane[8 * i + x]->row[y] : lane[8 * i + y]->row[x];
+        const uint16_t high = transpose ? lane[8 * i + x + 1]->row[y] : lane[8 * i + y]->row[x + 1];
+        lane[l]->r[i] = low | unsigned(high) << 16;
+      }
+  });
+  memcpy(r, mine.r, sizeof r);
+}
+
+struct Product { float* d; const unsigned* a; unsigned b[2]; };
+static float half_of(unsigned r, int high) { return __uint_as_float(high ? r & 0xFFFF0000u : r << 16); }
+void multiply_add(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, Site site) {
+  Product mine{d, a, {b0, b1}};
+  warp_op("mma.m16n8k16", site, ~0u, mine, [&](Product** lane) {
+    float A[16][16], B[16][8];  // gather the fragments
+    for (int l = 0; l < 32; l++)
+      for (int high = 0; high < 2; high++) {
+        const int y = l / 4, x = l % 4 * 2 + high;
+        for (int i = 0; i < 4; i++) A[y + 8 * (i & 1)][x + 8 * (i >> 1)] = half_of(lane[l]->a[i], high);
+        for (int i = 0; i < 2; i++) B[x + 8 * i][y] = half_of(lane[l]->b[i], high);
+      }
+    for (int y = 0; y < 16; y++) {
+      float row[8] = {};
+      for (int k = 0; k < 16; k++)
+        for (int x = 0; x < 8; x++) row[x] += A[y][k] * B[k][x];
+      for (int x = 0; x < 8; x++) lane[y % 8 * 4 + x / 2]->d[y / 8 * 2 + x % 2] += row[x];
+    }
+  });
+}
+
+// A copy may land at once or as late as the wait that covers it; the order of threads decides which.
+void copy_async(void* to, const void* from, Site site) {
+  check_aligned("cp.async", site, to), check_aligned("cp.async", site, from);
+  touch(from, 16, Access::read, __builtin_return_address(0));
+  touch(to, 16, Access::in_flight, __builtin_return_address(0));
+  Fiber& t = *engine->running;
+  if (order == Order::reverse || (order == Order::random && random_below(2))) memcpy(to, from, 16);
+  t.copies.push_back({to, from, t.copy_group});
+}
+void commit_copies() { engine->running->copy_group++; }
+void land_copies(int groups_in_flight) {
+  Fiber& t = *engine->running;
+  size_t n = 0;
+  for (; n < t.copies.size() && t.copies[n].group < t.copy_group - groups_in_flight; n++) {
+    memcpy(t.copies[n].to, t.copies[n].from, 16);
+    touch(t.copies[n].to, 16, Access::write, __builtin_return_address(0));
+  }
+  t.copies.erase(t.copies.begin(), t.copies.begin() + ptrdiff_t(n));
+}
+}  // namespace emu
