@@ -1,0 +1,213 @@
+// json.h - reads one JSON value from a string, and quotes strings for writing. Just enough for the headers of
+// safetensors files and for the lines of our log; strict, and safe on hostile input.
+#pragma once
+#include <algorithm>
+
+#include "check.h"  // format, parse_count, parse_double
+
+struct Json {
+  enum Type { null, boolean, number, string, array, object };
+  Type type = null;
+  std::string text;                // string: its characters; number, boolean: as written
+  std::vector<std::string> names;  // object: the names of its values, none twice
+  std::vector<Json> values;        // array, object
+
+  const Json* find(const std::string& name) const {  // null if this object has no such member
+    for (size_t i = 0; i < names.size(); i++)
+      if (names[i] == name) return &values[i];
+    return nullptr;
+  }
+  bool as_count(size_t* n) const {  // false unless a whole number from 0 to 2^64 - 1, written as such
+    uint64_t value = 0;
+    const bool ok = type == number && parse_count(text, &value);
+    if (ok) *n = value;
+    return ok;
+  }
+  bool as_double(double* x) const { return type == number && parse_double(text, x); }
+};
+
+class JsonParser {
+ public:
+  // Reads all of text into *value. Returns the error, empty when all is well.
+  static std::string parse(const std::string& text, Json* value) {
+    JsonParser parser(text);
+    if (parser.read_value(*value, 0)) {
+      parser.skip_spaces();
+      if (parser.at < text.size()) parser.fail("more text after the value");
+    }
+    return parser.error;
+  }
+
+ private:
+  // Nesting costs stack and values cost memory far beyond their text, so both have limits.
+  static constexpr size_t MAX_DEPTH = 32, MAX_VALUES = 1000000;
+
+  const std::string& text;
+  size_t at = 0, num_values = 0;
+  std::string error;
+
+  explicit JsonParser(const std::string& t) : text(t) {}
+
+  bool fail(const char* what) {
+    if (error.empty()) error = format("bad JSON at byte %zu: %s", at, what);
+    return false;
+  }
+  void skip_spaces() {
+    while (at < text.size() && strchr(" \t\r\n", text[at]) && text[at] != '\0') at++;
+  }
+  bool next_is(char c) {  // skips spaces, then c if it is there
+    skip_spaces();
+    if (at >= text.size() || text[at] != c) return false;
+    at++;
+    return true;
+  }
+
+  bool read_value(Json& value, size_t depth) {
+    if (depth > MAX_DEPTH) return fail("nested too deeply");
+    if (++num_values > MAX_VALUES) return fail("too many values");
+    skip_spaces();
+    if (at >= text.size()) return fail("ends where a value should be");
+    const char c = text[at];
+    if (c == '{') return read_object(value, depth);
+    if (c == '[') return read_array(value, depth);
+    if (c == '"') return value.type = Json::string, read_string(value.text);
+    if (c == '-' || (c >= '0' && c <= '9')) return read_number(value);
+    return read_word(value);
+  }
+
+  bool read_object(Json& value, size_t depth) {
+    value.type = Json::object;
+    at++;  // the brace
+    if (next_is('}')) return true;
+    do {
+      value.names.emplace_back();
+      value.values.emplace_back();
+      skip_spaces();
+      if (at >= text.size() || text[at] != '"') return fail("expected a name in quotes");
+      if (!read_string(value.names.back())) return false;
+      if (!next_is(':')) return fail("expected ':' after a name");
+      if (!read_value(value.values.back(), depth + 1)) return false;
+    } while (next_is(','));
+    if (!next_is('}')) return fail("expected ',' or '}'");
+    std::vector<std::string> sorted = value.names;
+    std::sort(sorted.begin(), sorted.end());
+    const bool twice = std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end();
+    return !twice || fail("a name stands twice in an object");
+  }
+
+  bool read_array(Json& value, size_t depth) {
+    value.type = Json::array;
+    at++;  // the bracket
+    if (next_is(']')) return true;
+    do {
+      value.values.emplace_back();
+      if (!read_value(value.values.back(), depth + 1)) return false;
+    } while (next_is(','));
+    return next_is(']') || fail("expected ',' or ']'");
+  }
+
+  bool read_number(Json& value) {
+    value.type = Json::number;
+    const size_t begin = at;
+    while (at < text.size() && strchr("0123456789+-.eE", text[at]) && text[at] != '\0') at++;
+    value.text = text.substr(begin, at - begin);
+    double x;
+    return parse_double(value.text, &x) || fail("not a number");
+  }
+
+  bool read_word(Json& value) {
+    for (const char* word : {"true", "false", "null"}) {
+      if (text.compare(at, strlen(word), word) != 0) continue;
+      at += strlen(word);
+      value.type = word[0] == 'n' ? Json::null : Json::boolean;
+      value.text = word;
+      return true;
+    }
+    return fail("expected a value");
+  }
+
+  bool read_string(std::string& out) {
+    at++;  // the quote
+    while (at < text.size() && text[at] != '"') {
+      const unsigned char c = static_cast<unsigned char>(text[at]);
+      if (c < 0x20) return fail("control character in a string");
+      if (c != '\\') out += text[at++];
+      else if (!read_escape(out)) return false;
+    }
+    return at++ < text.size() || fail("ends inside a string");
+  }
+
+  bool read_escape(std::string& out) {
+    static const char names[] = "\"\\/bfnrt", meanings[] = "\"\\/\b\f\n\r\t";
+    if (++at >= text.size()) return fail("ends inside a string");
+    const char* found = text[at] != '\0' ? strchr(names, text[at]) : nullptr;
+    if (found) return out += meanings[found - names], at++, true;
+    if (text[at] != 'u') return fail("unknown escape in a string");
+    at++;
+    unsigned code, low;
+    if (!read_hex4(&code)) return false;
+    if (code >= 0xDC00 && code < 0xE000) return fail("half a surrogate pair");
+    if (code >= 0xD800 && code < 0xDC00) {  // beyond U+FFFF: a pair of escapes
+      if (text.compare(at, 2, "\\u") != 0) return fail("half a surrogate pair");
+      at += 2;
+      if (!read_hex4(&low)) return false;
+      if (low < 0xDC00 || low > 0xDFFF) return fail("half a surrogate pair");
+      code = 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00);
+    }
+    append_utf8(out, code);
+    return true;
+  }
+
+  bool read_hex4(unsigned* code) {
+    *code = 0;
+    for (int i = 0; i < 4; i++, at++) {
+      static const char digits[] = "0123456789abcdefABCDEF";
+      const char* found = at < text.size() && text[at] != '\0' ? strchr(digits, text[at]) : nullptr;
+      if (!found) return fail("expected four hexadecimal digits");
+      const unsigned digit = unsigned(found - digits);
+      *code = *code * 16 + (digit < 16 ? digit : digit - 6);
+    }
+    return true;
+  }
+
+  static void append_utf8(std::string& out, unsigned code) {
+    if (code < 0x80) { out += char(code); return; }
+    const int more = code < 0x800 ? 1 : code < 0x10000 ? 2 : 3;  // bytes that follow the first
+    static const unsigned lead[] = {0, 0xC0, 0xE0, 0xF0};
+    out += char(lead[more] | code >> 6 * more);
+    for (int i = more - 1; i >= 0; i--) out += char(0x80 | (code >> 6 * i & 0x3F));
+  }
+};
+
+// Length of the well-formed UTF-8 sequence at text[at], or 0 if there is none.
+inline size_t utf8_length(const std::string& text, size_t at) {
+  const auto byte = [&](size_t i) { return i < text.size() ? static_cast<unsigned char>(text[i]) : 0u; };
+  const unsigned first = byte(at), second = byte(at + 1);
+  if (at >= text.size()) return 0;
+  if (first < 0x80) return 1;
+  if (first < 0xC2 || first > 0xF4) return 0;
+  const size_t length = first < 0xE0 ? 2 : first < 0xF0 ? 3 : 4;
+  for (size_t i = 1; i < length; i++)
+    if ((byte(at + i) & 0xC0) != 0x80) return 0;
+  // Overlong forms, surrogates and numbers past U+10FFFF show in the second byte.
+  if ((first == 0xE0 && second < 0xA0) || (first == 0xED && second > 0x9F)) return 0;
+  if ((first == 0xF0 && second < 0x90) || (first == 0xF4 && second > 0x8F)) return 0;
+  return length;
+}
+
+// The text in quotes. Sampled bytes may be no text at all: a byte that is not part of UTF-8 becomes U+FFFD.
+inline std::string json_quote(const std::string& text) {
+  std::string out = "\"";
+  for (size_t i = 0; i < text.size();) {
+    const size_t length = utf8_length(text, i);
+    const char c = text[i];
+    if (length == 0) out += "\\ufffd";
+    else if (c == '"' || c == '\\') out += '\\', out += c;
+    else if (c == '\n') out += "\\n";
+    else if (c == '\t') out += "\\t";
+    else if (static_cast<unsigned char>(c) < 0x20) out += format("\\u%04x", unsigned(c));
+    else out.append(text, i, length);
+    i += std::max<size_t>(length, 1);
+  }
+  return out + "\"";
+}

@@ -1,0 +1,161 @@
+// report.h - what a person sees: the tables at the start, the line of a step, the picture of the depth routes.
+// Everything here makes text and returns it; the trainers print it.
+#pragma once
+#include "check.h"    // format, human_bytes, human_count
+#include "config.h"   // Config, count_params
+#include "options.h"  // flag_table: the settings
+#include "shards.h"   // TokenData
+
+// ---- small texts ---------------------------------------------------------------------------------------
+inline std::string with_commas(size_t n) {  // 1234567 -> "1,234,567"
+  std::string text = std::to_string(n);
+  for (size_t i = text.size(); i > 3; i -= 3) text.insert(i - 3, ",");
+  return text;
+}
+inline std::string trim_end(std::string text) {
+  while (!text.empty() && text.back() == ' ') text.pop_back();
+  return text;
+}
+inline std::string duration_text(double seconds) {  // "45s", "2m10s", "3h05m", "2d04h"
+  if (!(seconds >= 0 && seconds < 1e11)) return "?";
+  const size_t s = size_t(seconds + 0.5);
+  if (s < 60) return format("%zus", s);
+  if (s < 3600) return format("%zum%02zus", s / 60, s % 60);
+  if (s < 86400) return format("%zuh%02zum", s / 3600, s / 60 % 60);
+  return format("%zud%02zuh", s / 86400, s / 3600 % 24);
+}
+
+// ---- the tables at the start ---------------------------------------------------------------------------
+// Every setting, two a row; a star marks what was given, on the command line or by a checkpoint.
+inline std::string settings_table(const Options& o) {
+  std::string text = "settings (* given)\n", row;
+  for (const Flag& flag : flag_table()) {
+    if (!available(flag, o.device)) continue;
+    std::string value = flag_text(o, flag);
+    if (value.empty()) value = "-";
+    const std::string cell = format(" %c%-17s%s", o.given.count(flag.name) ? '*' : ' ', flag.name, value.c_str());
+    if (row.empty() && cell.size() < 50) { row = cell + std::string(50 - cell.size(), ' '); continue; }
+    if (!row.empty()) text += cell.size() < 50 ? row : trim_end(row) + "\n";
+    text += cell + "\n";
+    row.clear();
+  }
+  return row.empty() ? text : text + trim_end(row) + "\n";
+}
+
+inline std::string model_table(const Config& c) {
+  const ParamCount n = count_params(c);
+  std::string text = format("model       %s: %zu layers, width %zu, %zu heads of %zu, feed-forward %zu, context %zu\n",
+                            ARCH_NAMES[int(c.arch)], c.L, c.C, c.NH, c.HS(), c.F, c.T);
+  text += format("vocabulary  %zu, stored as %zu rows\n", c.V, c.Vp());
+  if (c.has_routes())
+    text += format("depth       %zu sublayers in %zu blocks of %zu, up to %zu sources a read\n", c.sublayers(), c.blocks(),
+                   c.S, c.max_sources());
+  return text + format("parameters  %s (%s) = %s embedding + %s layers + %s routes\n", with_commas(n.total).c_str(),
+                       human_count(double(n.total)).c_str(), with_commas(n.embedding).c_str(),
+                       with_commas(n.layers).c_str(), with_commas(n.routes).c_str());
+}
+
+struct MemoryLine { std::string name; size_t bytes; };
+inline std::string memory_table(const std::vector<MemoryLine>& lines) {
+  std::string text = "memory\n";
+  size_t total = 0;
+  for (const MemoryLine& line : lines) {
+    text += format("  %-24s%12s\n", line.name.c_str(), human_bytes(line.bytes).c_str());
+    total = checked_add(total, line.bytes, "memory");
+  }
+  return text + format("  %-24s%12s\n", "together", human_bytes(total).c_str());
+}
+
+// One line a split, such as: "train       data/*.bin: 3 shards, 1,234,567 tokens, 9,645 windows of 128".
+inline std::string data_line(const char* split, const TokenData& data, size_t T) {
+  const size_t n = data.shards.size();
+  return format("%-12s%s: %zu shard%s, %s tokens, %s windows of %zu\n", split, data.name.c_str(), n, n == 1 ? "" : "s",
+                with_commas(data.num_tokens()).c_str(), with_commas(data.num_windows(T)).c_str(), T);
+}
+
+// How long the run is, in steps, tokens and epochs of its training data (train_tokens; 0 if there are none).
+inline std::string schedule_table(const Options& o, size_t train_tokens) {
+  const double tokens = double(o.steps) * double(o.total_batch);
+  std::string text = format("schedule    %s steps of %s tokens (%zu x %zu x %zu) = %s tokens", with_commas(o.steps).c_str(),
+                            with_commas(o.total_batch).c_str(), o.total_batch / (o.batch * o.context), o.batch, o.context,
+                            human_count(tokens).c_str());
+  if (train_tokens > 0) text += format(", %.2f epochs", tokens / double(train_tokens));
+  return text + format("\n            learning rate up to %g in %zu steps, then down to %g\n", o.lr, o.warmup,
+                       o.lr * o.min_lr_ratio);
+}
+
+// ---- lines while running -------------------------------------------------------------------------------
+struct StepReport {
+  size_t step, steps;         // updates done, this one included; updates in the run
+  double loss, norm, lr;
+  double seconds;             // of this step
+  size_t tokens;              // of this step
+  double eta_seconds;         // to the end of the run; negative: not known yet
+  double flops = 0;           // floating-point operations of this step; with peak_flops, the share used is shown
+  double peak_flops = 0;      // a second, of this card; 0: not known, so no share is shown
+};
+inline std::string step_line(const StepReport& r) {
+  const int width = int(std::to_string(r.steps).size());
+  std::string text = format("step %*zu/%zu | loss %.4f | norm %.3f | lr %.2e | ", width, r.step, r.steps, r.loss,
+                            r.norm, r.lr);
+  text += format(r.seconds < 0.00995 ? "%.1f ms" : "%.0f ms", r.seconds * 1000);
+  if (r.peak_flops > 0)
+    text += format(" | %.0f%% of %.0f TFLOP/s", 100 * r.flops / r.seconds / r.peak_flops, r.peak_flops / 1e12);
+  const double rate = double(r.tokens) / r.seconds;
+  text += " | " + human_count(rate) + " tok/s";
+  return text + (r.eta_seconds >= 0 ? " | eta " + duration_text(r.eta_seconds) : "") + "\n";
+}
+
+// "val    step 100 | loss 1.2345 nats a token | perplexity 3.437 | 16,384 tokens"
+inline std::string validation_line(const char* split, size_t step, double loss, size_t tokens) {
+  return format("%-6s step %zu | loss %.4f nats a token | perplexity %.4g | %s tokens\n", split, step, loss, std::exp(loss),
+                with_commas(tokens).c_str());
+}
+
+// ---- the depth routes ----------------------------------------------------------------------------------
+struct RouteStats {  // means over tokens, per attention layer
+  std::vector<std::vector<double>> qk, v;  // weight on each source; v is empty where one route serves both
+  std::vector<double> js_nats;             // Jensen-Shannon divergence between the two
+  void divide(double tokens) {             // turns sums into means
+    for (auto* table : {&qk, &v})
+      for (std::vector<double>& row : *table)
+        for (double& p : row) p /= tokens;
+    for (double& js : js_nats) js /= tokens;
+  }
+};
+
+constexpr double NATS_PER_BIT = 0.6931471805599453;
+
+// The weights p of one route as cells under their sources, a bar of up to eight eighths and the per cent.
+// The last column is the running partial; a layer at a block's start has none.
+inline std::string route_cells(const std::vector<double>& p, bool has_partial, size_t columns) {
+  static const char* const bars[] = {" ", "\u2581", "\u2582", "\u2583", "\u2584", "\u2585", "\u2586", "\u2587", "\u2588"};
+  std::string text;
+  for (size_t column = 0; column < columns; column++) {
+    const bool partial_column = column + 1 == columns;
+    const size_t in_bank = p.size() - (has_partial ? 1 : 0);
+    if (partial_column ? !has_partial : column >= in_bank) { text += "      "; continue; }
+    const double share = partial_column ? p.back() : p[column];
+    const int eighths = !(share > 0) ? 0 : share >= 1 ? 8 : int(share * 8 + 0.5);
+    text += format(" %s%3.0f ", bars[eighths], 100 * share);
+  }
+  return text;
+}
+
+// Per attention layer, where Q and K read and where V reads: E the embedding, B1, B2, .. the finished blocks,
+// "part" the block under way; per cent. "" for an arm without routes.
+inline std::string route_picture(const Config& c, const RouteStats& stats) {
+  if (!c.has_routes() || stats.qk.empty()) return "";
+  const size_t bank = c.num_sources(2 * c.L - 2), columns = bank + 1;  // the last attention site reads the most
+  std::string text = format("depth routes    %-6s", "E");
+  for (size_t b = 1; b < bank; b++) text += format("%-6s", ("B" + std::to_string(b)).c_str());
+  text += c.two_routes() ? "part    JS nats   bits\n" : "part\n";
+  for (size_t l = 0; l < stats.qk.size(); l++) {
+    const bool has_partial = 2 * l % c.S != 0, two = !stats.v[l].empty();
+    std::string row = format("  layer %2zu  %-3s ", l, two ? "QK" : "QKV") + route_cells(stats.qk[l], has_partial, columns);
+    if (two) row += format("  %7.4f %6.4f", stats.js_nats[l], stats.js_nats[l] / NATS_PER_BIT);
+    text += trim_end(row) + "\n";
+    if (two) text += "            " + trim_end("V   " + route_cells(stats.v[l], has_partial, columns)) + "\n";
+  }
+  return text;
+}

@@ -1,0 +1,141 @@
+// run.h - the folder of a run: who may write to it, its checkpoints, and how a run is stopped.
+#pragma once
+#include <algorithm>
+#include <csignal>
+
+#include <dirent.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "check.h"       // fatal, format
+#include "checkpoint.h"  // Checkpoint
+#include "files.h"       // file_error, OutFile
+
+// ---- folders -------------------------------------------------------------------------------------------
+inline bool is_folder(const std::string& path) {
+  struct stat info;
+  return stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
+}
+
+// Creates the folder and those above it, where they are missing.
+inline void make_folders(const std::string& path) {
+  for (size_t slash = path.find('/', 1);; slash = path.find('/', slash + 1)) {
+    const std::string part = path.substr(0, slash);
+    if (mkdir(part.c_str(), 0777) != 0 && !is_folder(part))
+      fatal(EXIT_ERROR, "%s", file_error(part, "create the folder").c_str());
+    if (slash == std::string::npos) return;
+  }
+}
+
+// ---- one run a folder ----------------------------------------------------------------------------------
+// Holds the folder for this process, or ends the program if another has it. The kernel drops the lock when the
+// process ends, however it ends: a killed run leaves nothing to clean up.
+inline void lock_folder(const std::string& folder) {
+  const std::string path = folder + "/lock";
+  const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);  // stays open until the process ends
+  if (fd < 0) fatal(EXIT_ERROR, "%s", file_error(path, "open").c_str());
+  if (flock(fd, LOCK_EX | LOCK_NB) == 0) {
+    const std::string owner = format("%ld\n", long(getpid()));
+    if (ftruncate(fd, 0) != 0 || write(fd, owner.data(), owner.size()) < 0)
+      fatal(EXIT_ERROR, "%s", file_error(path, "write").c_str());
+    return;
+  }
+  if (errno != EWOULDBLOCK) fatal(EXIT_ERROR, "%s", file_error(path, "lock").c_str());
+  char owner[32] = {};
+  const ssize_t n = read(fd, owner, sizeof(owner) - 1);
+  while (n > 0 && strlen(owner) > 0 && owner[strlen(owner) - 1] == '\n') owner[strlen(owner) - 1] = '\0';
+  fatal(EXIT_ERROR, "%s: in use by another run (process %s); expected a folder of this run's own, see --out",
+        folder.c_str(), n > 0 ? owner : "unknown");
+}
+
+// ---- checkpoints by name -------------------------------------------------------------------------------
+inline std::string checkpoint_path(const std::string& folder, size_t step) {
+  return folder + format("/ckpt_%08zu.safetensors", step);
+}
+
+// Steps of the folder's checkpoints, ascending. Temporary files of a crashed run are not among them.
+inline std::vector<size_t> list_checkpoints(const std::string& folder) {
+  std::vector<size_t> steps;
+  DIR* dir = opendir(folder.c_str());
+  if (!dir) fatal(EXIT_ERROR, "%s", file_error(folder, "list").c_str());
+  const std::string prefix = "ckpt_", suffix = ".safetensors";
+  while (const dirent* entry = readdir(dir)) {
+    const std::string name = entry->d_name;
+    if (name.size() <= prefix.size() + suffix.size()) continue;
+    uint64_t step;
+    const std::string digits = name.substr(prefix.size(), name.size() - prefix.size() - suffix.size());
+    if (parse_count(digits, &step) && checkpoint_path(folder, step) == folder + "/" + name) steps.push_back(step);
+  }
+  closedir(dir);
+  std::sort(steps.begin(), steps.end());
+  return steps;
+}
+
+// Deletes all checkpoints but the newest `keep` (0: deletes none). Only for after a new one is safely there.
+inline void delete_old_checkpoints(const std::string& folder, size_t keep) {
+  const std::vector<size_t> steps = list_checkpoints(folder);
+  for (size_t i = 0; keep > 0 && i + keep < steps.size(); i++) {
+    const std::string path = checkpoint_path(folder, steps[i]);
+    if (unlink(path.c_str()) != 0) fatal(EXIT_ERROR, "%s", file_error(path, "delete").c_str());
+  }
+}
+
+// The checkpoint to resume from: the file itself, or a folder's newest that is whole; one that is not is named
+// on stderr and passed over. Fatal if there is none.
+inline Checkpoint open_newest_checkpoint(const std::string& path) {
+  if (!is_folder(path)) return Checkpoint::open(path);
+  const std::vector<size_t> steps = list_checkpoints(path);
+  for (size_t i = steps.size(); i-- > 0;) {
+    Checkpoint checkpoint;
+    const std::string error = checkpoint.try_open(checkpoint_path(path, steps[i]));
+    if (error.empty()) return checkpoint;
+    fprintf(stderr, "warning: %s; trying the one before\n", error.c_str());
+  }
+  if (steps.empty()) fatal(EXIT_ERROR, "%s: holds no checkpoint; expected ckpt_*.safetensors", path.c_str());
+  fatal(EXIT_ERROR, "%s: none of its %zu checkpoints can be loaded", path.c_str(), steps.size());
+}
+
+// The folder that a resumed run goes on in: the one given, or the one the file is in.
+inline std::string folder_of(const std::string& path) {
+  if (is_folder(path)) return path;
+  const size_t slash = path.rfind('/');
+  return slash == std::string::npos ? "." : slash == 0 ? "/" : path.substr(0, slash);
+}
+
+// A new run in a folder that holds an earlier one: its log and checkpoints move into a folder of their own, so
+// that nothing is lost and a later --resume cannot take the old for the new. Returns that folder, or "".
+inline std::string move_earlier_run(const std::string& folder) {
+  const std::vector<size_t> steps = list_checkpoints(folder);
+  const std::string log = folder + "/log.jsonl";
+  if (steps.empty() && access(log.c_str(), F_OK) != 0) return "";
+  std::string earlier;
+  for (int n = 1; earlier.empty() || access(earlier.c_str(), F_OK) == 0; n++)
+    earlier = folder + format("/earlier-%d", n);
+  make_folders(earlier);
+  std::vector<std::string> files;
+  for (size_t step : steps) files.push_back(checkpoint_path(folder, step));
+  if (access(log.c_str(), F_OK) == 0) files.push_back(log);
+  for (const std::string& file : files)
+    if (rename(file.c_str(), (earlier + file.substr(folder.size())).c_str()) != 0)
+      fatal(EXIT_ERROR, "%s", file_error(file, "move").c_str());
+  OutFile::sync_folder(log);
+  return earlier;
+}
+
+// ---- stopping ------------------------------------------------------------------------------------------
+// Ctrl-C and SIGTERM ask the loop to stop after its step, so that it can save. The second one ends the program
+// at once, with the exit status of a program killed by Ctrl-C; files on the disk are whole at any moment.
+inline volatile sig_atomic_t stop_requested = 0;
+
+inline void request_stop(int) {
+  if (stop_requested) _exit(130);
+  stop_requested = 1;
+}
+inline void catch_stop_signals() {
+  struct sigaction action = {};
+  action.sa_handler = request_stop;
+  sigemptyset(&action.sa_mask);
+  action.sa_flags = SA_RESTART;  // a signal must not cut a write short
+  for (int signal : {SIGINT, SIGTERM}) sigaction(signal, &action, nullptr);
+}
