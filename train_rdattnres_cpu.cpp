@@ -18,6 +18,7 @@
 //   overwritten, except where a comment says "adds".
 //   Results are the same bits for any number of threads: a sum is never split by thread, only by fixed chunks.
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -32,7 +33,15 @@
 #include "dev/common/checkpoint.h"  // checkpoint_write, Checkpoint: safetensors files
 #include "dev/common/config.h"      // Config, TENSOR_TABLE, Tensors, source_slots
 #include "dev/common/random.h"      // normal, uniform: counter-based random numbers
+#include "dev/common/data.h"        // Data, open_data: the splits of a run, built-in stories included
+#include "dev/common/flags.h"       // Options, parse_flags, config_from: the command line
+#include "dev/common/log.h"         // Log, Event: log.jsonl
 #include "dev/common/report.h"      // RouteStats and what people see on the screen
+#include "dev/common/run.h"         // the run's folder, its checkpoints, Ctrl-C
+#include "dev/common/sampler.h"     // sample_token: temperature, top-k, top-p
+#include "dev/common/schedule.h"    // learning_rate
+#include "dev/common/shards.h"      // TokenData, training_example: which tokens come when
+#include "dev/common/tokenizer.h"   // Tokenizer: bytes, or a GPT-2 vocabulary file
 
 // A test may include this file twice, as float and as double: see tests/.
 #ifndef REAL
@@ -879,7 +888,236 @@ void model_load(Model& m, Checkpoint& checkpoint, bool with_moments) {
   }
 }
 
+// ---- validation ----------------------------------------------------------------------------------------
+
+struct Validation {
+  double loss;  // nats a token
+  size_t tokens;
+  RouteStats routes;
+};
+
+// Mean loss over the first max_tokens of a split (whole windows), in order. Touches activations only. The sum
+// runs in token order in double, so the batch size does not show in the result.
+Validation validate(Model& m, const TokenData& data, size_t max_tokens) {
+  const size_t T = m.T, windows = std::min(max_tokens / T, data.num_windows(T));
+  std::vector<int> tokens(m.B * T), targets(m.B * T);
+  Validation result = {};
+  double sum = 0;
+  for (size_t w0 = 0; w0 < windows; w0 += m.B) {
+    const size_t rows = std::min(m.B, windows - w0);
+    for (size_t b = 0; b < rows; b++) data.window(w0 + b, T, &tokens[b * T], &targets[b * T]);
+    model_loss(m, tokens.data(), targets.data(), rows, T);
+    for (size_t bt = 0; bt < rows * T; bt++) sum += double(m.acts.losses[bt]);
+    add_route_stats(result.routes, m, rows * T);
+  }
+  result.tokens = windows * T;
+  result.loss = sum / double(result.tokens);
+  result.routes.divide(double(result.tokens));
+  return result;
+}
+
+// ---- sampling ------------------------------------------------------------------------------------------
+
+// Logits of the token that follows `context` (the last T tokens of it): V numbers.
+void next_token_logits(Model& m, const std::vector<int>& context, std::vector<float>& logits) {
+  const Config& c = m.config;
+  const size_t n = std::min(context.size(), m.T);
+  model_forward(m, context.data() + context.size() - n, 1, n);
+  matmul(m.acts.logits, c.Vp(), m.acts.x + (n - 1) * c.C, c.C, false, m.params.wte, c.C, true, 1, c.V, c.C, false);
+  logits.assign(m.acts.logits, m.acts.logits + c.V);
+}
+
+// Continues `context` by n tokens. Random numbers are a function of (seed, position): no state, none disturbed.
+std::vector<int> generate(Model& m, std::vector<int> context, size_t n, double temperature, size_t top_k, double top_p,
+                          uint64_t seed) {
+  std::vector<float> logits;
+  for (size_t i = 0; i < n; i++) {
+    next_token_logits(m, context, logits);
+    const double u = uniform(seed, STREAM_SAMPLE, context.size());
+    context.push_back(sample_token(logits.data(), m.config.V, temperature, top_k, top_p, u));
+  }
+  return context;
+}
+
+// ---- one training step ---------------------------------------------------------------------------------
+
+struct StepResult { double loss, norm; };
+
+// Example numbers position .. position + B * accumulation - 1 of the run's data order, B at a time; clipping;
+// one update. step counts from 1. Stops the program, naming the tensor, before a number that is not finite
+// reaches the parameters.
+StepResult train_step(Model& m, const TokenData& data, const Options& o, size_t position, size_t step, double lr) {
+  const size_t B = m.B, T = m.T, accumulation = o.total_batch / (B * T);
+  std::vector<int> tokens(B * T), targets(B * T);
+  StepResult result = {0, 0};
+  model_zero_grad(m);
+  for (size_t micro = 0; micro < accumulation; micro++) {
+    for (size_t b = 0; b < B; b++)
+      training_example(data, T, o.seed, position + micro * B + b, &tokens[b * T], &targets[b * T]);
+    result.loss += model_loss_and_gradients(m, tokens.data(), targets.data(), B, T, accumulation) / double(accumulation);
+  }
+  result.norm = grad_norm(m);
+  if (!std::isfinite(result.loss) || !std::isfinite(result.norm)) {
+    const std::string where = find_non_finite(m);
+    fatal(EXIT_ERROR, "step %zu: loss %g, gradient norm %g, first bad gradient in %s; expected finite numbers. Parameters are"
+          " untouched; resume from the last checkpoint with a lower --lr", step, result.loss, result.norm,
+          where.empty() ? "none (the norm overflowed)" : where.c_str());
+  }
+  const double scale = o.clip > 0 && result.norm > o.clip ? o.clip / result.norm : 1;
+  model_update(m, step, scale, lr, o.weight_decay, o.query_lr_mult);
+  return result;
+}
+
 }  // namespace CPU_NAMESPACE
 
 #undef REAL
 #undef CPU_NAMESPACE
+
+#ifndef TESTING
+using namespace cpu;
+
+// ---- main ----------------------------------------------------------------------------------------------
+
+static double seconds_now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// What a run works with, from the flags to the log: built once in main, used by the three reports below.
+struct Run {
+  Options options;
+  Config config;
+  Tokenizer tokenizer;
+  Data data;
+  Model model;
+  size_t step = 0, tokens = 0, position = 0;  // updates done, tokens seen, examples taken
+};
+
+static std::vector<MemoryLine> memory_lines(const Config& c, size_t B) {
+  size_t elements = 0, activations = 0;
+  for (const TensorSpec& t : tensor_table(c)) elements += t.size();
+  Activations none = {};
+  for_each_activation(none, c, B, c.T, [&](const char*, real*&, size_t n) { activations += n * sizeof(real); });
+  const size_t family = elements * sizeof(real);
+  return {{"parameters", family}, {"gradients", family}, {"AdamW moments", 2 * family}, {"activations", activations}};
+}
+
+static void print_start(const Run& run) {
+  const Options& o = run.options;
+  if (!o.quiet) printf("%s\n", settings_table(o).c_str());
+  printf("%s%s", model_table(run.config).c_str(), memory_table(memory_lines(run.config, o.batch)).c_str());
+  for (const auto& split : run.data.splits()) printf("%s", data_line(split.first, *split.second, run.config.T).c_str());
+  printf("%s\n", schedule_table(o, run.data.train.num_tokens()).c_str());
+}
+
+static void validate_split(Run& run, Log& log, const char* split, const TokenData& data) {
+  const size_t all = data.num_tokens(), wanted = run.options.val_tokens;
+  const Validation v = validate(run.model, data, wanted > 0 ? wanted : all);
+  printf("%s", validation_line(split, run.step, v.loss, v.tokens).c_str());
+  log.write(Event("val").add("step", run.step).add("tokens", run.tokens).add("split", split).add("loss", v.loss).add("count", v.tokens));
+  if (!run.config.has_routes()) return;
+  if (!run.options.quiet) printf("%s", route_picture(run.config, v.routes).c_str());
+  std::vector<double> js_bits = v.routes.js_nats;
+  for (double& js : js_bits) js /= NATS_PER_BIT;
+  log.write(Event("routes").add("step", run.step).add("tokens", run.tokens).add("split", split).add("qk", v.routes.qk)
+                .add("v", v.routes.v).add("js_nats", v.routes.js_nats).add("js_bits", js_bits));
+}
+
+static void sample(Run& run, Log& log) {
+  const Options& o = run.options;
+  std::vector<int> context = {run.tokenizer.eot};  // a document starts with an end of text
+  for (int token : run.tokenizer.encode(o.prompt)) context.push_back(token);
+  context = generate(run.model, context, o.sample_tokens, o.temperature, o.top_k, o.top_p, o.seed + run.step);
+  std::string text;
+  for (size_t i = 1; i < context.size(); i++) text += run.tokenizer.decode(context[i]);
+  printf("sample step %zu:\n%s\n---\n", run.step, text.c_str());
+  log.write(Event("sample").add("step", run.step).add("text", text));
+}
+
+static void save(Run& run, Log& log) {
+  const Options& o = run.options;
+  Metadata metadata = saved_options(o);
+  for (const auto& field : config_to_metadata(run.config)) metadata[field.first] = field.second;
+  metadata["step"] = std::to_string(run.step);
+  metadata["tokens"] = std::to_string(run.tokens);
+  metadata["data_position"] = std::to_string(run.position);
+  const std::string path = checkpoint_path(o.out, run.step);
+  model_save(run.model, path, metadata);
+  delete_old_checkpoints(o.out, o.keep);
+  printf("saved  %s\n", path.c_str());
+  log.write(Event("checkpoint").add("step", run.step).add("path", path));
+}
+
+int main(int argc, char** argv) {
+  setvbuf(stdout, nullptr, _IOLBF, 0);
+  Run run;
+  Options& o = run.options = parse_flags(argc, argv, Device::cpu);
+  const bool resuming = !o.resume.empty();
+  Checkpoint checkpoint;
+  if (resuming) {
+    checkpoint = open_newest_checkpoint(o.resume);
+    adopt_saved(o, checkpoint.metadata);
+    if (o.out.empty()) o.out = folder_of(o.resume);
+    fatal_if(count_from_metadata(checkpoint.metadata, "step", &run.step));
+    fatal_if(count_from_metadata(checkpoint.metadata, "tokens", &run.tokens));
+    fatal_if(count_from_metadata(checkpoint.metadata, "data_position", &run.position));
+  } else if (!o.init_from.empty()) {
+    checkpoint = Checkpoint::open(o.init_from);
+    adopt_saved(o, checkpoint.metadata, true);
+  }
+  run.tokenizer = o.tokenizer.empty() ? Tokenizer::bytes() : Tokenizer::load(o.tokenizer);
+  const Config& config = run.config = config_from(o, run.tokenizer.size);
+  run.data = open_data(o, config);
+  print_start(run);
+  if (o.dry_run) return 0;
+
+  model_create(run.model, config, o.batch, config.T, o.seed);
+  if (resuming || !o.init_from.empty()) model_load(run.model, checkpoint, resuming);
+  make_folders(o.out);
+  lock_folder(o.out);
+  if (!resuming) {
+    const std::string earlier = move_earlier_run(o.out);
+    if (!earlier.empty()) printf("moved an earlier run to %s\n", earlier.c_str());
+  }
+  Log log = resuming ? Log(o.out, run.step) : Log(o.out);
+  const ParamCount count = count_params(config);
+  log.write(Event("config").add("options", saved_options(o)).add("parameters", count.total).add("embedding", count.embedding)
+                .add("layers", count.layers).add("routes", count.routes));
+  catch_stop_signals();
+
+  const size_t first_step = run.step, examples = o.total_batch / config.T;
+  const double start = seconds_now();
+  double timed = 0;  // seconds of all steps but the first, which pays for fresh memory
+  for (;;) {
+    const bool finished = run.step >= o.steps, stopping = stop_requested && !finished;
+    // Events of the step at which a resumed run begins are in its log already.
+    const bool fresh = run.step > first_step || !resuming;
+    const auto due = [&](size_t every) { return !stopping && (finished || (fresh && every > 0 && run.step % every == 0)); };
+    if (due(o.val_every) && run.data.val.num_tokens() > 0) validate_split(run, log, "val", run.data.val);
+    if (finished && run.data.test.num_tokens() > 0) validate_split(run, log, "test", run.data.test);
+    if (due(o.sample_every) && o.sample_tokens > 0 && (run.step > 0 || finished)) sample(run, log);
+    if (stopping || (due(o.checkpoint_every) && (run.step > 0 || finished))) save(run, log);
+    if (finished || stopping) break;
+
+    const double lr = learning_rate(run.step, o.steps, o.warmup, o.lr, o.min_lr_ratio), before = seconds_now();
+    const StepResult result = train_step(run.model, run.data.train, o, run.position, run.step + 1, lr);
+    const double seconds = seconds_now() - before;
+    run.step++, run.tokens += o.total_batch, run.position += examples;
+    if (run.step > first_step + 1) timed += seconds;
+    const double each = run.step > first_step + 1 ? timed / double(run.step - first_step - 1) : -1;
+    if (!o.quiet)
+      printf("%s", step_line({run.step, o.steps, result.loss, result.norm, lr, seconds, o.total_batch,
+                              each * double(o.steps - run.step)}).c_str());
+    log.write(Event("step").add("step", run.step).add("tokens", run.tokens).add("loss", result.loss).add("norm", result.norm)
+                  .add("lr", lr).add("ms", seconds * 1000).add("tok_s", double(o.total_batch) / seconds));
+  }
+  const double seconds = seconds_now() - start;
+  if (run.step < o.steps) {
+    printf("stopped at step %zu of %zu; go on with: %s --resume %s\n", run.step, o.steps, argv[0], o.out.c_str());
+  } else {
+    log.write(Event("done").add("step", run.step).add("tokens", run.tokens).add("seconds", seconds));
+    printf("done   %zu steps in %s\n", run.step - first_step, duration_text(seconds).c_str());
+  }
+  model_free(run.model);
+  return 0;
+}
+#endif

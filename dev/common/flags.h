@@ -8,8 +8,8 @@
 #include <sstream>
 
 #include "check.h"    // fatal
-#include "config.h"   // Config, Arch
-#include "options.h"  // Options, flag_table, PRESETS
+#include "config.h"   // Config
+#include "options.h"  // Options, flag_table, PRESETS, model_config
 
 inline const char* program_name(Device device) {
   return device == Device::cpu ? "train_rdattnres_cpu" : "train_rdattnres";
@@ -122,16 +122,18 @@ inline std::map<std::string, std::string> saved_options(const Options& o) {
   return saved;
 }
 
-// Settings not given on the command line become those of the checkpoint. One that is part of the model and
-// differs is wrong use.
-inline void adopt_saved(Options& o, const std::map<std::string, std::string>& saved) {
+// Settings not given on the command line become those of the checkpoint: all of them when a run is resumed, the
+// model's alone (model_only) when a new run starts from its weights. One that is part of the model and differs
+// is wrong use.
+inline void adopt_saved(Options& o, const std::map<std::string, std::string>& saved, bool model_only = false) {
   for (const Flag& flag : flag_table()) {
     const auto found = saved.find(flag.name);
     if (found == saved.end() || !is_saved(flag, o.device)) continue;
+    if (model_only && !(flag.traits & MODEL)) continue;
     const std::string &now = flag_text(o, flag), &then = found->second;
     if (o.given.count(flag.name)) {
       if ((flag.traits & MODEL) && now != then)
-        fatal(EXIT_USAGE, "--%s: got %s, but the checkpoint to resume has %s", flag.name, now.c_str(), then.c_str());
+        fatal(EXIT_USAGE, "--%s: got %s, but the checkpoint has %s", flag.name, now.c_str(), then.c_str());
       continue;
     }
     const std::string allowed = set_flag(o, flag, then);
@@ -142,12 +144,6 @@ inline void adopt_saved(Options& o, const std::map<std::string, std::string>& sa
 }
 
 // ---- the model asked for -------------------------------------------------------------------------------
-inline Arch parse_arch(const std::string& name) {
-  for (int i = 0; i < NUM_ARCHS; i++)
-    if (name == ARCH_NAMES[i]) return Arch(i);
-  fatal(EXIT_USAGE, "arch: got '%s', expected one of those --help lists", name.c_str());
-}
-
 // Settles the options that depend on others and checks those that must fit each other. tokenizer_size is the
 // number of tokens of the tokenizer in use.
 inline Config config_from(Options& o, size_t tokenizer_size) {
@@ -156,11 +152,8 @@ inline Config config_from(Options& o, size_t tokenizer_size) {
   if (!o.given.count("warmup")) o.warmup = o.steps / 50;
   if (o.out.empty()) o.out = format("runs/%s-%s-%zu", o.preset.c_str(), o.arch.c_str(), o.seed);
 
-  if (o.width % o.heads != 0 || o.width / o.heads % 2 != 0)
-    fatal(EXIT_USAGE, "--heads: got %zu; expected width / heads, here %zu / %zu, to be an even whole number", o.heads,
-          o.width, o.heads);
-  if (o.block_size != 1 && o.block_size % 2 != 0)
-    fatal(EXIT_USAGE, "--block-size: got %zu, expected an even number of sublayers, or 1", o.block_size);
+  const std::string problem = model_problem(o);
+  if (!problem.empty()) fatal(EXIT_USAGE, "--%s", problem.c_str());
   if (o.total_batch % (o.batch * o.context) != 0)
     fatal(EXIT_USAGE, "--total-batch: got %zu, expected a multiple of batch * context = %zu", o.total_batch,
           o.batch * o.context);
@@ -171,8 +164,5 @@ inline Config config_from(Options& o, size_t tokenizer_size) {
   if (o.steps > 0 && o.train.empty() && !o.tokenizer.empty())
     fatal(EXIT_USAGE, "--tokenizer: the built-in stories are bytes; expected --train with it (or --steps 0)");
 
-  Config c;
-  c.arch = parse_arch(o.arch);
-  c.L = o.layers, c.C = o.width, c.NH = o.heads, c.F = o.ffn, c.S = o.block_size, c.T = o.context, c.V = o.vocab;
-  return c;
+  return model_config(o);
 }
