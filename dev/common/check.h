@@ -81,13 +81,13 @@ inline std::string human_bytes(size_t bytes) {
   return unit == 0 ? format("%zu B", bytes) : format("%.1f %s", value, units[unit]);
 }
 
-// "950", "119.8M", "2.00B": counts of parameters and tokens, powers of 1000.
-inline std::string human_count(double n) {
+// "950", "119.8M", "2.000B": counts of parameters and tokens in powers of 1000, to so many digits.
+inline std::string human_count(double n, int digits = 4) {
   const char* units[] = {"", "k", "M", "B", "T"};
   int unit = 0;
-  while (n >= 999.5 && unit < 4) n /= 1000, unit++;
-  if (unit == 0) return format("%.0f", n);
-  return format("%.*f%s", n < 9.995 ? 2 : n < 999.95 ? 1 : 0, n, units[unit]);
+  while (n >= 999.95 && unit < 4) n /= 1000, unit++;
+  const int whole = n < 9.9995 ? 1 : n < 99.995 ? 2 : 3;  // digits before the point
+  return format("%.*f%s", unit == 0 || whole > digits ? 0 : digits - whole, n, units[unit]);
 }
 
 // ---- memory --------------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 #pragma once
 #include <algorithm>
 
-#include "check.h"  // format, parse_count, parse_double
+#include "check.h"    // format, parse_count, parse_double
+#include "unicode.h"  // utf8_decode
 
 struct Json {
   enum Type { null, boolean, number, string, array, object };
@@ -179,27 +180,12 @@ class JsonParser {
   }
 };
 
-// Length of the well-formed UTF-8 sequence at text[at], or 0 if there is none.
-inline size_t utf8_length(const std::string& text, size_t at) {
-  const auto byte = [&](size_t i) { return i < text.size() ? static_cast<unsigned char>(text[i]) : 0u; };
-  const unsigned first = byte(at), second = byte(at + 1);
-  if (at >= text.size()) return 0;
-  if (first < 0x80) return 1;
-  if (first < 0xC2 || first > 0xF4) return 0;
-  const size_t length = first < 0xE0 ? 2 : first < 0xF0 ? 3 : 4;
-  for (size_t i = 1; i < length; i++)
-    if ((byte(at + i) & 0xC0) != 0x80) return 0;
-  // Overlong forms, surrogates and numbers past U+10FFFF show in the second byte.
-  if ((first == 0xE0 && second < 0xA0) || (first == 0xED && second > 0x9F)) return 0;
-  if ((first == 0xF0 && second < 0x90) || (first == 0xF4 && second > 0x8F)) return 0;
-  return length;
-}
-
 // The text in quotes. Sampled bytes may be no text at all: a byte that is not part of UTF-8 becomes U+FFFD.
 inline std::string json_quote(const std::string& text) {
   std::string out = "\"";
   for (size_t i = 0; i < text.size();) {
-    const size_t length = utf8_length(text, i);
+    uint32_t code;
+    const size_t length = utf8_decode(text, i, &code);
     const char c = text[i];
     if (length == 0) out += "\\ufffd";
     else if (c == '"' || c == '\\') out += '\\', out += c;

@@ -102,7 +102,7 @@ inline std::string step_line(const StepReport& r) {
   if (r.peak_flops > 0)
     text += format(" | %.0f%% of %.0f TFLOP/s", 100 * r.flops / r.seconds / r.peak_flops, r.peak_flops / 1e12);
   const double rate = double(r.tokens) / r.seconds;
-  text += " | " + human_count(rate) + " tok/s";
+  text += " | " + human_count(rate, 3) + " tok/s";
   return text + (r.eta_seconds >= 0 ? " | eta " + duration_text(r.eta_seconds) : "") + "\n";
 }
 
