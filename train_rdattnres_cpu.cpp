@@ -457,7 +457,7 @@ void classifier(real* losses,        // (BT), nats
       const real top = z[best], target_logit = z[target];
       real sum = 0;
       for (size_t v = 0; v < V; v++) sum += z[v] = std::exp(z[v] - top);
-      losses[row0 + row] = std::log(sum) + top - target_logit;
+      losses[row0 + row] = std::log(sum) - (target_logit - top);  // large logits cancel before they round
       if (!dx) continue;
       for (size_t v = 0; v < V; v++) z[v] *= dloss / sum;
       z[target] -= dloss;
