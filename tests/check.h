@@ -87,7 +87,8 @@ bool equal(const A& a, const B& b, const char* expression, const char* file, int
 }
 
 // |got - want| <= tolerance, absolute; a NaN or an infinity on either side fails.
-inline bool close(double got, double want, double tolerance, const char* expression, const char* file, int line) {
+inline bool close(double got, double want, double tolerance, const char* expression, const char* file,
+                  int line) {
   const double error = std::fabs(got - want);
   if (error <= tolerance) return record(true, file, line, "");  // false for NaN
   return record(false, file, line, std::string(expression) + ": got " + show(got) + ", want " + show(want) +
@@ -104,7 +105,7 @@ inline int finish() {
 
 }  // namespace check
 
-// Each check is an expression whose value is true when it held, so a test can stop early: if (!CHECK(p)) return;
+// Each check is an expression, true when it held, so a test can stop early: if (!CHECK(p)) return;
 #define TEST(name) check::begin_case(name)
 #define CHECK(condition) check::record(bool(condition), __FILE__, __LINE__, #condition " is false")
 #define CHECK_EQ(a, b) check::equal((a), (b), #a, __FILE__, __LINE__)

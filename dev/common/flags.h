@@ -42,7 +42,8 @@ inline void print_help(Device device) {
   const Options defaults = preset_options("tiny", device);
   printf("usage: %s [--flag value]...\n\n"
          "Trains a Transformer with Role-Decoupled Attention Residuals. Without flags: the preset tiny on\n"
-         "built-in stories. In brackets the default of a flag, where it is one value.\n\n", program_name(device));
+         "built-in stories. In brackets the default of a flag, where it is one value.\n\n",
+         program_name(device));
   for (const Flag& flag : flag_table()) {
     if (!available(flag, device)) continue;
     const bool settled_later = &flag == find_flag("warmup") || &flag == find_flag("total-batch");
@@ -53,7 +54,8 @@ inline void print_help(Device device) {
     printf(value.empty() ? "\n" : " [%s]\n", value.c_str());
   }
   printf("\npresets, each a list of flags that the command line overrides:\n");
-  for (const Preset& p : PRESETS) printf("  %-6s%s %s\n", p.name, p.flags, device == Device::cpu ? p.cpu : p.gpu);
+  for (const Preset& p : PRESETS)
+    printf("  %-6s%s %s\n", p.name, p.flags, device == Device::cpu ? p.cpu : p.gpu);
 }
 
 // ---- the parser ----------------------------------------------------------------------------------------
@@ -66,14 +68,14 @@ inline std::vector<Argument> split_arguments(int argc, char** argv, Device devic
   for (int i = 1; i < argc; i++) {
     const std::string word = argv[i];
     if (word.compare(0, 2, "--") != 0)
-      fatal(EXIT_USAGE, "'%s': expected --flag value (put globs in quotes, so that the shell leaves them alone)",
+      fatal(EXIT_USAGE, "'%s': expected --flag value (put globs in quotes: the shell must leave them alone)",
             word.c_str());
     const size_t equals = word.find('=');
     const std::string name = word.substr(2, equals == std::string::npos ? equals : equals - 2);
     const Flag* flag = find_flag(name);
     if (!flag) fatal(EXIT_USAGE, "--%s: no such flag; --help lists them all", name.c_str());
     if (!available(*flag, device))
-      fatal(EXIT_USAGE, "--%s: only the GPU trainer has it; this one computes in float32 on the CPU", flag->name);
+      fatal(EXIT_USAGE, "--%s: for the GPU trainer only; this one computes in float32 on the CPU", flag->name);
     if (!seen.insert(name).second) fatal(EXIT_USAGE, "--%s: given twice; expected once", flag->name);
     std::string value = "true";
     if (equals != std::string::npos) {
@@ -90,7 +92,8 @@ inline std::vector<Argument> split_arguments(int argc, char** argv, Device devic
 
 inline void set_or_die(Options& o, const Flag& flag, const std::string& value) {
   const std::string allowed = set_flag(o, flag, value);
-  if (!allowed.empty()) fatal(EXIT_USAGE, "--%s: got '%s', expected %s", flag.name, value.c_str(), allowed.c_str());
+  if (!allowed.empty())
+    fatal(EXIT_USAGE, "--%s: got '%s', expected %s", flag.name, value.c_str(), allowed.c_str());
   o.given.insert(flag.name);
 }
 
@@ -113,7 +116,9 @@ inline Options parse_flags(int argc, char** argv, Device device) {
 
 // ---- resuming ------------------------------------------------------------------------------------------
 // The settings that a checkpoint's metadata remembers and the log's config event records, by flag name.
-inline bool is_saved(const Flag& flag, Device device) { return !(flag.traits & NOW) && available(flag, device); }
+inline bool is_saved(const Flag& flag, Device device) {
+  return !(flag.traits & NOW) && available(flag, device);
+}
 
 inline std::map<std::string, std::string> saved_options(const Options& o) {
   std::map<std::string, std::string> saved;

@@ -46,8 +46,8 @@ struct Event {
   template <class T>
   static std::enable_if_t<std::is_arithmetic<T>::value, std::string> to_json(T value) {
     if constexpr (std::is_same<T, bool>::value) return value ? "true" : "false";
-    else if constexpr (std::is_floating_point<T>::value) return std::isfinite(value) ? number_text(value) : "null";
-    else return std::to_string(value);
+    else if constexpr (std::is_integral<T>::value) return std::to_string(value);
+    else return std::isfinite(value) ? number_text(value) : "null";
   }
 };
 

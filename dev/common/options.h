@@ -9,7 +9,8 @@
 #include <variant>
 #include <vector>
 
-#include "check.h"  // format, parse_count, parse_double, number_text
+#include "check.h"   // format, parse_count, parse_double, number_text
+#include "config.h"  // Config, Arch
 
 enum class Device { cpu, gpu };
 
@@ -60,7 +61,7 @@ inline const std::vector<Flag>& flag_table() {
     {"width", &O::width, "C", 2, 65536, MODEL, "channels of the residual sources"},
     {"heads", &O::heads, "NH", 1, 4096, MODEL, "attention heads; divides the width, width / heads is even"},
     {"ffn", &O::ffn, "F", 1, 1048576, MODEL, "feed-forward width"},
-    {"block-size", &O::block_size, "S", 1, 8192, MODEL, "sublayers a block: even, or 1 for every output a source"},
+    {"block-size", &O::block_size, "S", 1, 8192, MODEL, "sublayers a block: even, or 1: each output a source"},
     {"context", &O::context, "T", 1, 1048576, MODEL, "tokens the model looks back on"},
     {"vocab", &O::vocab, "V", 2, 65536, MODEL, "vocabulary; default: the tokenizer's size, or the preset's"},
     {"train", &O::train, "GLOB", 0, 0, 0, "training shards; without --train and --val: built-in stories"},
@@ -80,15 +81,15 @@ inline const std::vector<Flag>& flag_table() {
     {"clip", &O::clip, "X", 0, 1e12, 0, "largest global gradient norm; 0: no clipping"},
     {"query-lr-mult", &O::query_lr_mult, "X", 0, 1e6, 0, "learning rate of route queries / that of the rest"},
     {"seed", &O::seed, "N", 0, 1e19, 0, "initial weights, data order, sampling"},
-    {"val-every", &O::val_every, "N", 0, 1e12, 0, "steps between validations; 0: only at the end"},
+    {"val-every", &O::val_every, "N", 0, 1e12, 0, "steps between validations; 0: at the end only"},
     {"val-tokens", &O::val_tokens, "N", 0, 1e15, 0, "tokens a validation reads; 0: the whole split"},
-    {"sample-every", &O::sample_every, "N", 0, 1e12, 0, "steps between samples; 0: only at the end"},
+    {"sample-every", &O::sample_every, "N", 0, 1e12, 0, "steps between samples; 0: at the end only"},
     {"sample-tokens", &O::sample_tokens, "N", 0, 1048576, 0, "length of a sample; 0: none"},
     {"prompt", &O::prompt, "TEXT", 0, 0, 0, "what a sample continues; default: a new document"},
     {"temperature", &O::temperature, "X", 0, 1000, 0, "of sampling; 0: always the most likely token"},
     {"top-k", &O::top_k, "K", 0, 65536, 0, "sample from the K most likely tokens; 0: from all"},
     {"top-p", &O::top_p, "P", 0, 1, 0, "sample from the fewest tokens that hold this probability"},
-    {"checkpoint-every", &O::checkpoint_every, "N", 0, 1e12, 0, "steps between checkpoints; 0: only at the end"},
+    {"checkpoint-every", &O::checkpoint_every, "N", 0, 1e12, 0, "steps between checkpoints; 0: the last only"},
     {"keep", &O::keep, "N", 0, 1e9, 0, "checkpoints to keep, the newest; 0: all"},
     {"quiet", &O::quiet, "", 0, 0, NOW, "print only what matters most: no step lines, no pictures"},
     {"dry-run", &O::dry_run, "", 0, 0, NOW, "print sizes, memory and time for this run, then stop"},
@@ -157,4 +158,23 @@ inline std::string flag_text(const Options& o, const Flag& flag) {
   if (auto member = std::get_if<size_t Options::*>(&flag.member)) return format("%zu", o.*(*member));
   if (auto member = std::get_if<double Options::*>(&flag.member)) return number_text(o.*(*member));
   return o.*std::get<bool Options::*>(flag.member) ? "true" : "false";
+}
+
+// ---- the model -----------------------------------------------------------------------------------------
+// What is wrong with the model's settings taken together, starting with a flag's name; empty if they fit.
+inline std::string model_problem(const Options& o) {
+  if (o.width % o.heads != 0 || o.width / o.heads % 2 != 0)
+    return format("heads: got %zu; expected width / heads, here %zu / %zu, to be an even whole number", o.heads,
+                  o.width, o.heads);
+  if (o.block_size != 1 && o.block_size % 2 != 0)
+    return format("block-size: got %zu, expected an even number of sublayers, or 1", o.block_size);
+  return "";
+}
+inline Config model_config(const Options& o) {
+  Config c;
+  for (int i = 0; i < NUM_ARCHS; i++)
+    if (o.arch == ARCH_NAMES[i]) c.arch = Arch(i);
+  c.L = o.layers, c.C = o.width, c.NH = o.heads, c.F = o.ffn;
+  c.S = o.block_size, c.T = o.context, c.V = o.vocab;
+  return c;
 }

@@ -33,7 +33,8 @@ inline std::string settings_table(const Options& o) {
     if (!available(flag, o.device)) continue;
     std::string value = flag_text(o, flag);
     if (value.empty()) value = "-";
-    const std::string cell = format(" %c%-17s%s", o.given.count(flag.name) ? '*' : ' ', flag.name, value.c_str());
+    const char star = o.given.count(flag.name) ? '*' : ' ';
+    const std::string cell = format(" %c%-17s%s", star, flag.name, value.c_str());
     if (row.empty() && cell.size() < 50) { row = cell + std::string(50 - cell.size(), ' '); continue; }
     if (!row.empty()) text += cell.size() < 50 ? row : trim_end(row) + "\n";
     text += cell + "\n";
@@ -44,15 +45,16 @@ inline std::string settings_table(const Options& o) {
 
 inline std::string model_table(const Config& c) {
   const ParamCount n = count_params(c);
-  std::string text = format("model       %s: %zu layers, width %zu, %zu heads of %zu, feed-forward %zu, context %zu\n",
-                            ARCH_NAMES[int(c.arch)], c.L, c.C, c.NH, c.HS(), c.F, c.T);
+  std::string text = format("model       %s: %zu layers, width %zu, %zu heads of %zu, feed-forward %zu, ",
+                            ARCH_NAMES[int(c.arch)], c.L, c.C, c.NH, c.HS(), c.F);
+  text += format("context %zu\n", c.T);
   text += format("vocabulary  %zu, stored as %zu rows\n", c.V, c.Vp());
   if (c.has_routes())
-    text += format("depth       %zu sublayers in %zu blocks of %zu, up to %zu sources a read\n", c.sublayers(), c.blocks(),
-                   c.S, c.max_sources());
-  return text + format("parameters  %s (%s) = %s embedding + %s layers + %s routes\n", with_commas(n.total).c_str(),
-                       human_count(double(n.total)).c_str(), with_commas(n.embedding).c_str(),
-                       with_commas(n.layers).c_str(), with_commas(n.routes).c_str());
+    text += format("depth       %zu sublayers in %zu blocks of %zu, up to %zu sources a read\n", c.sublayers(),
+                   c.blocks(), c.S, c.max_sources());
+  text += "parameters  " + with_commas(n.total) + " (" + human_count(double(n.total)) + ") = ";
+  return text + with_commas(n.embedding) + " embedding + " + with_commas(n.layers) + " layers + " +
+         with_commas(n.routes) + " routes\n";
 }
 
 struct MemoryLine { std::string name; size_t bytes; };
@@ -69,16 +71,17 @@ inline std::string memory_table(const std::vector<MemoryLine>& lines) {
 // One line a split, such as: "train       data/*.bin: 3 shards, 1,234,567 tokens, 9,645 windows of 128".
 inline std::string data_line(const char* split, const TokenData& data, size_t T) {
   const size_t n = data.shards.size();
-  return format("%-12s%s: %zu shard%s, %s tokens, %s windows of %zu\n", split, data.name.c_str(), n, n == 1 ? "" : "s",
-                with_commas(data.num_tokens()).c_str(), with_commas(data.num_windows(T)).c_str(), T);
+  return format("%-12s%s: %zu shard%s, %s tokens, %s windows of %zu\n", split, data.name.c_str(), n,
+                n == 1 ? "" : "s", with_commas(data.num_tokens()).c_str(),
+                with_commas(data.num_windows(T)).c_str(), T);
 }
 
 // How long the run is, in steps, tokens and epochs of its training data (train_tokens; 0 if there are none).
 inline std::string schedule_table(const Options& o, size_t train_tokens) {
   const double tokens = double(o.steps) * double(o.total_batch);
-  std::string text = format("schedule    %s steps of %s tokens (%zu x %zu x %zu) = %s tokens", with_commas(o.steps).c_str(),
-                            with_commas(o.total_batch).c_str(), o.total_batch / (o.batch * o.context), o.batch, o.context,
-                            human_count(tokens).c_str());
+  std::string text = "schedule    " + with_commas(o.steps) + " steps of " + with_commas(o.total_batch);
+  text += format(" tokens (%zu x %zu x %zu)", o.total_batch / (o.batch * o.context), o.batch, o.context);
+  text += " = " + human_count(tokens) + " tokens";
   if (train_tokens > 0) text += format(", %.2f epochs", tokens / double(train_tokens));
   return text + format("\n            learning rate up to %g in %zu steps, then down to %g\n", o.lr, o.warmup,
                        o.lr * o.min_lr_ratio);
@@ -86,18 +89,18 @@ inline std::string schedule_table(const Options& o, size_t train_tokens) {
 
 // ---- lines while running -------------------------------------------------------------------------------
 struct StepReport {
-  size_t step, steps;         // updates done, this one included; updates in the run
+  size_t step, steps;     // updates done, this one included; updates in the run
   double loss, norm, lr;
-  double seconds;             // of this step
-  size_t tokens;              // of this step
-  double eta_seconds;         // to the end of the run; negative: not known yet
-  double flops = 0;           // floating-point operations of this step; with peak_flops, the share used is shown
-  double peak_flops = 0;      // a second, of this card; 0: not known, so no share is shown
+  double seconds;         // of this step
+  size_t tokens;          // of this step
+  double eta_seconds;     // to the end of the run; negative: not known yet
+  double flops = 0;       // floating-point operations of this step
+  double peak_flops = 0;  // the card's peak, a second; 0: not known, and no share of it is shown
 };
 inline std::string step_line(const StepReport& r) {
   const int width = int(std::to_string(r.steps).size());
-  std::string text = format("step %*zu/%zu | loss %.4f | norm %.3f | lr %.2e | ", width, r.step, r.steps, r.loss,
-                            r.norm, r.lr);
+  std::string text = format("step %*zu/%zu | loss %.4f | norm %.3f", width, r.step, r.steps, r.loss, r.norm);
+  text += format(" | lr %.2e | ", r.lr);
   text += format(r.seconds < 0.00995 ? "%.1f ms" : "%.0f ms", r.seconds * 1000);
   if (r.peak_flops > 0)
     text += format(" | %.0f%% of %.0f TFLOP/s", 100 * r.flops / r.seconds / r.peak_flops, r.peak_flops / 1e12);
@@ -108,8 +111,8 @@ inline std::string step_line(const StepReport& r) {
 
 // "val    step 100 | loss 1.2345 nats a token | perplexity 3.437 | 16,384 tokens"
 inline std::string validation_line(const char* split, size_t step, double loss, size_t tokens) {
-  return format("%-6s step %zu | loss %.4f nats a token | perplexity %.4g | %s tokens\n", split, step, loss, std::exp(loss),
-                with_commas(tokens).c_str());
+  return format("%-6s step %zu | loss %.4f nats a token | perplexity %.4g | %s tokens\n", split, step, loss,
+                std::exp(loss), with_commas(tokens).c_str());
 }
 
 // ---- the depth routes ----------------------------------------------------------------------------------
@@ -129,7 +132,8 @@ constexpr double NATS_PER_BIT = 0.6931471805599453;
 // The weights p of one route as cells under their sources, a bar of up to eight eighths and the per cent.
 // The last column is the running partial; a layer at a block's start has none.
 inline std::string route_cells(const std::vector<double>& p, bool has_partial, size_t columns) {
-  static const char* const bars[] = {" ", "\u2581", "\u2582", "\u2583", "\u2584", "\u2585", "\u2586", "\u2587", "\u2588"};
+  static const char* const bars[] = {" ",      "\u2581", "\u2582", "\u2583", "\u2584",
+                                     "\u2585", "\u2586", "\u2587", "\u2588"};
   std::string text;
   for (size_t column = 0; column < columns; column++) {
     const bool partial_column = column + 1 == columns;
@@ -152,7 +156,8 @@ inline std::string route_picture(const Config& c, const RouteStats& stats) {
   text += c.two_routes() ? "part    JS nats   bits\n" : "part\n";
   for (size_t l = 0; l < stats.qk.size(); l++) {
     const bool has_partial = 2 * l % c.S != 0, two = !stats.v[l].empty();
-    std::string row = format("  layer %2zu  %-3s ", l, two ? "QK" : "QKV") + route_cells(stats.qk[l], has_partial, columns);
+    std::string row = format("  layer %2zu  %-3s ", l, two ? "QK" : "QKV");
+    row += route_cells(stats.qk[l], has_partial, columns);
     if (two) row += format("  %7.4f %6.4f", stats.js_nats[l], stats.js_nats[l] / NATS_PER_BIT);
     text += trim_end(row) + "\n";
     if (two) text += "            " + trim_end("V   " + route_cells(stats.v[l], has_partial, columns)) + "\n";

@@ -65,7 +65,8 @@ inline std::vector<size_t> list_checkpoints(const std::string& folder) {
     if (name.size() <= prefix.size() + suffix.size()) continue;
     uint64_t step;
     const std::string digits = name.substr(prefix.size(), name.size() - prefix.size() - suffix.size());
-    if (parse_count(digits, &step) && checkpoint_path(folder, step) == folder + "/" + name) steps.push_back(step);
+    const bool named_so = parse_count(digits, &step) && checkpoint_path(folder, step) == folder + "/" + name;
+    if (named_so) steps.push_back(step);
   }
   closedir(dir);
   std::sort(steps.begin(), steps.end());

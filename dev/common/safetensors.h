@@ -1,21 +1,21 @@
-// safetensors.h - safetensors files: eight bytes with the length of a JSON header, the header, the tensors' data.
+// safetensors.h - reads safetensors files: eight bytes with the length of a JSON header, the header, the data.
 //
 //   {"__metadata__":{"step":"500", ...},
 //    "model.wte":{"dtype":"F32","shape":[384,128],"data_offsets":[0,196608]}, ...}
 //
-// Written as a stream, tensor by tensor in chunks: a model may be larger than the memory left. Read only after
-// the whole file has been checked, so that a bad file never half-loads.
+// The whole file is checked before a tensor is read, so a bad file never half-loads. A tensor is read in
+// chunks: a model may be larger than the memory left.
 #pragma once
 #include <algorithm>
+#include <cinttypes>
 #include <functional>
 #include <map>
 
-#include "check.h"   // fatal, checked_mul
-#include "files.h"   // InFile, OutFile
-#include "json.h"    // Json, json_quote
+#include "check.h"  // fatal, format
+#include "files.h"  // InFile
+#include "json.h"   // Json
 
-constexpr const char* CHECKPOINT_FORMAT = "rdattnres-1";  // metadata "format_version"
-constexpr size_t CHECKPOINT_CHUNK = 1 << 18;              // floats moved at a time
+constexpr size_t CHECKPOINT_CHUNK = 1 << 18;  // floats moved at a time
 
 // ---- checksum ------------------------------------------------------------------------------------------
 // FNV-1a with 32-bit words in place of bytes, over the tensor's name and its data. The file's checksum is the
@@ -35,89 +35,25 @@ struct Checksum {
     }
   }
 };
-inline std::string checksum_text(uint64_t sum) { return format("%016llx", static_cast<unsigned long long>(sum)); }
-
-// ---- writing -------------------------------------------------------------------------------------------
-struct CheckpointTensor {
-  std::string name;
-  std::vector<size_t> shape;
-  std::function<void(size_t offset, size_t n, float* chunk)> get;  // copies elements offset .. offset+n-1
-  size_t size() const {
-    size_t n = 1;
-    for (size_t d : shape) n = checked_mul(n, d, name.c_str());
-    return n;
-  }
-};
-
-// The JSON header, padded with spaces so that the data starts at a multiple of 64 bytes in the file.
-inline std::string checkpoint_header(const std::map<std::string, std::string>& metadata,
-                                     const std::vector<CheckpointTensor>& tensors) {
-  std::string header = "{\"__metadata__\":{";
-  for (const auto& entry : metadata)
-    header += (header.back() == '{' ? "" : ",") + json_quote(entry.first) + ":" + json_quote(entry.second);
-  header += "}";
-  size_t offset = 0;
-  for (const CheckpointTensor& t : tensors) {
-    std::string shape;
-    for (size_t d : t.shape) shape += (shape.empty() ? "" : ",") + std::to_string(d);
-    const size_t end = checked_add(offset, checked_mul(t.size(), sizeof(float), t.name.c_str()), t.name.c_str());
-    header += "," + json_quote(t.name) + format(":{\"dtype\":\"F32\",\"shape\":[%s],\"data_offsets\":[%zu,%zu]}",
-                                                shape.c_str(), offset, end);
-    offset = end;
-  }
-  header += "}";
-  while ((8 + header.size()) % 64 != 0) header += ' ';
-  return header;
-}
-
-// Writes path, complete or not at all. Adds format_version and checksum to the metadata. The checksum is known
-// only after the data: a place is kept for it and filled in at the end. Fatal if anything goes wrong.
-inline void checkpoint_write(const std::string& path, std::map<std::string, std::string> metadata,
-                             const std::vector<CheckpointTensor>& tensors) {
-  const std::string place(16, '0'), quoted = "\"checksum\":\"";
-  metadata["format_version"] = CHECKPOINT_FORMAT;
-  metadata["checksum"] = place;
-  const std::string header = checkpoint_header(metadata, tensors);
-  const uint64_t length = header.size();
-  OutFile file(path);
-  file.write(&length, sizeof(length));
-  file.write(header);
-
-  uint64_t sum = 0;
-  std::vector<float> chunk(CHECKPOINT_CHUNK);
-  for (const CheckpointTensor& t : tensors) {
-    Checksum checksum(t.name);
-    for (size_t offset = 0, total = t.size(); offset < total; offset += CHECKPOINT_CHUNK) {
-      const size_t n = std::min(CHECKPOINT_CHUNK, total - offset);
-      t.get(offset, n, chunk.data());
-      checksum.mix(chunk.data(), n);
-      file.write(chunk.data(), n * sizeof(float));
-    }
-    sum += checksum.value;
-  }
-  file.patch(sizeof(length) + header.find(quoted + place) + quoted.size(), checksum_text(sum).data(), place.size());
-  file.commit();
-}
+inline std::string checksum_text(uint64_t sum) { return format("%016" PRIx64, sum); }
 
 // ---- reading -------------------------------------------------------------------------------------------
 struct Checkpoint {
-  struct Entry { std::string dtype; std::vector<size_t> shape; size_t begin, end; };  // bytes in the data section
+  struct Entry { std::string dtype; std::vector<size_t> shape; size_t begin, end; };  // bytes of the data
   InFile file;
   size_t data = 0;  // where the data section starts in the file
   std::map<std::string, std::string> metadata;
   std::map<std::string, Entry> tensors;
 
-  // Opens and checks all of the file, the data's checksum (if the metadata has one) included. Returns the error,
-  // empty when all is well.
+  // Opens and checks all of the file, the data's checksum (if the metadata has one) included. Returns the
+  // error, empty when all is well.
   std::string try_open(const std::string& path) {
     std::string error = file.open(path);
-    if (error.empty()) {
-      error = read_header();
-      if (error.empty()) error = check_layout();
-      if (error.empty() && metadata.count("checksum")) error = check_data();
-      if (!error.empty() && error.compare(0, path.size(), path) != 0) error = path + ": " + error;
-    }
-    return error;
+    if (error.empty()) error = read_header();
+    if (error.empty()) error = check_layout();
+    if (error.empty() && metadata.count("checksum")) error = check_data();
+    const bool names_file = error.compare(0, path.size(), path) == 0;
+    return error.empty() || names_file ? error : path + ": " + error;
   }
   static Checkpoint open(const std::string& path) {  // the same, fatal on error
     Checkpoint checkpoint;
@@ -132,9 +68,9 @@ struct Checkpoint {
     const auto found = tensors.find(name);
     if (found == tensors.end()) return file.path + ": holds no tensor " + name;
     const Entry& entry = found->second;
-    if (entry.shape != shape)
-      return file.path + ": tensor " + name + " is " + shape_text(entry.shape) + ", expected " + shape_text(shape);
-    if (entry.dtype != "F32") return file.path + ": tensor " + name + " is " + entry.dtype + ", expected F32";
+    const std::string here = file.path + ": tensor " + name + " is ";
+    if (entry.shape != shape) return here + shape_text(entry.shape) + ", expected " + shape_text(shape);
+    if (entry.dtype != "F32") return here + entry.dtype + ", expected F32";
     return "";
   }
 
@@ -174,9 +110,9 @@ struct Checkpoint {
     std::string error = file.read(0, 8, &length);
     if (!error.empty()) return error;
     if (length > MAX_HEADER)
-      return format("not a safetensors file: header of %zu bytes, expected at most %zu", size_t(length), MAX_HEADER);
+      return format("no safetensors file: header of %" PRIu64 " bytes, expected up to %zu", length, MAX_HEADER);
     if (length > file.size - 8)
-      return format("cut short: header of %zu bytes in a file of %zu", size_t(length), file.size);
+      return format("cut short: header of %" PRIu64 " bytes in a file of %zu", length, file.size);
     data = 8 + length;
     std::string text(length, '\0');
     error = file.read(8, length, &text[0]);
@@ -203,7 +139,8 @@ struct Checkpoint {
   }
 
   std::string read_entry(const std::string& name, const Json& object) {
-    const Json *dtype = object.find("dtype"), *shape = object.find("shape"), *offsets = object.find("data_offsets");
+    const Json *dtype = object.find("dtype"), *shape = object.find("shape");
+    const Json *offsets = object.find("data_offsets");
     if (!dtype || dtype->type != Json::string) return "tensor " + name + " has no dtype";
     if (!shape || shape->type != Json::array) return "tensor " + name + " has no shape";
     if (!offsets || offsets->type != Json::array || offsets->values.size() != 2)
@@ -219,30 +156,36 @@ struct Checkpoint {
     return "";
   }
 
+  // What is wrong with a tensor's place, empty if nothing. Of types other than F32 we know only where they lie.
+  static std::string check_entry(const Entry& entry) {
+    if (entry.end < entry.begin) return "ends before it starts";
+    if (entry.dtype != "F32") return "";
+    size_t bytes = sizeof(float);
+    for (size_t d : entry.shape) {
+      if (d != 0 && bytes > SIZE_MAX / d) return "has a shape that does not fit in 64 bits";
+      bytes *= d;
+    }
+    if (entry.end - entry.begin == bytes) return "";
+    return format("takes %zu bytes, expected %zu for its shape", entry.end - entry.begin, bytes);
+  }
+
   // The tensors must fill the data section exactly: no gap, no overlap, nothing after the last one.
   std::string check_layout() const {
-    std::vector<std::pair<size_t, std::string>> order;
-    for (const auto& t : tensors) order.push_back({t.second.begin, t.first});
-    std::sort(order.begin(), order.end());
-    size_t at = 0;
-    for (const auto& place : order) {
-      const Entry& entry = tensors.at(place.second);
-      const char* name = place.second.c_str();
-      if (entry.end < entry.begin) return format("tensor %s ends before it starts", name);
-      if (entry.begin != at && entry.begin != entry.end)
-        return format("tensor %s starts at byte %zu of the data, expected %zu", name, entry.begin, at);
-      size_t bytes = entry.dtype == "F32" ? sizeof(float) : 0;  // of other types we only know where they lie
-      for (size_t d : entry.shape) {
-        if (d != 0 && bytes > SIZE_MAX / d) return format("tensor %s: its shape does not fit in 64 bits", name);
-        bytes *= d;
-      }
-      if (entry.dtype == "F32" && entry.end - entry.begin != bytes)
-        return format("tensor %s takes %zu bytes, expected %zu for its shape", name, entry.end - entry.begin, bytes);
-      at = std::max(at, entry.end);
+    std::vector<std::pair<size_t, size_t>> places;  // begin, end
+    for (const auto& t : tensors) {
+      const std::string error = check_entry(t.second);
+      if (!error.empty()) return "tensor " + t.first + " " + error;
+      places.push_back({t.second.begin, t.second.end});
     }
-    if (at != file.size - data)
-      return format("data section of %zu bytes, expected %zu: the file is cut short or altered", file.size - data, at);
-    return "";
+    std::sort(places.begin(), places.end());
+    size_t at = 0;
+    for (const auto& place : places) {
+      if (place.first != at)
+        return format("a tensor starts at byte %zu of the data, expected %zu", place.first, at);
+      at = place.second;
+    }
+    if (at == file.size - data) return "";
+    return format("%zu bytes of data, expected %zu: cut short or altered", file.size - data, at);
   }
 
   std::string check_data() const {
@@ -255,6 +198,6 @@ struct Checkpoint {
       sum += checksum.value;
     }
     if (checksum_text(sum) == metadata.at("checksum")) return "";
-    return "checksum " + checksum_text(sum) + ", expected " + metadata.at("checksum") + ": the data was altered";
+    return "checksum " + checksum_text(sum) + ", expected " + metadata.at("checksum") + ": the data is altered";
   }
 };

@@ -8,9 +8,10 @@
 // Draws from softmax(logits / temperature), cut to the top_k most likely tokens (0: all) and then to the fewest
 // most likely ones that together hold the probability top_p. Of equal logits the lower token comes first.
 //
-// logits: V numbers, V > 0; any finite size is safe. temperature 0: the most likely token. u in [0, 1) is the
+// V > 0; logits of any finite size are safe. temperature 0: the most likely token. u in [0, 1) is the
 // random number that decides: the same u gives the same token.
-inline int sample_token(const float* logits, size_t V, double temperature, size_t top_k, double top_p, double u) {
+inline int sample_token(const float* logits /* (V) */, size_t V, double temperature, size_t top_k, double top_p,
+                        double u) {
   const size_t best = size_t(std::max_element(logits, logits + V) - logits);
   if (temperature == 0 || top_k == 1 || top_p == 0) return int(best);
 

@@ -38,17 +38,20 @@ inline std::string open_shard(const std::string& path, Shard* shard) {
   if (!error.empty()) return error;
   const size_t size = shard->file.size;
   const char* name = path.c_str();
-  if (size < SHARD_HEADER) return format("%s: %zu bytes, too short for a shard's header of %zu", name, size, SHARD_HEADER);
+  if (size < SHARD_HEADER)
+    return format("%s: %zu bytes, too short for a shard's header of %zu", name, size, SHARD_HEADER);
   int32_t header[SHARD_HEADER / 4];
   error = shard->file.read(0, SHARD_HEADER, header);
   if (!error.empty()) return error;
-  if (header[0] != SHARD_MAGIC) return format("%s: not a token shard: magic %d, expected %d", name, header[0], SHARD_MAGIC);
-  if (header[1] != SHARD_VERSION) return format("%s: shard version %d, expected %d", name, header[1], SHARD_VERSION);
+  if (header[0] != SHARD_MAGIC)
+    return format("%s: not a token shard: magic %d, expected %d", name, header[0], SHARD_MAGIC);
+  if (header[1] != SHARD_VERSION)
+    return format("%s: shard version %d, expected %d", name, header[1], SHARD_VERSION);
   if (header[2] < 0) return format("%s: its header counts %d tokens, expected 0 or more", name, header[2]);
   shard->num_tokens = size_t(header[2]);
   const size_t expected = SHARD_HEADER + 2 * shard->num_tokens;
   if (size == expected) return "";
-  return format("%s: %zu bytes, expected %zu for the %zu tokens its header counts", name, size, expected, shard->num_tokens);
+  return format("%s: %zu bytes, expected %zu as its header counts %d tokens", name, size, expected, header[2]);
 }
 
 struct TokenData {
@@ -133,8 +136,8 @@ struct TokenData {
   }
 };
 
-// The k-th example of a run, k = 0, 1, 2, ...: windows in a new random order each epoch. The order is a function
-// of (seed, epoch) alone, so a resumed run asks for example k and is where it was.
+// The k-th example of a run, k = 0, 1, 2, ...: windows in a new random order each epoch. The order is a
+// function of (seed, epoch) alone, so a resumed run asks for example k and is where it was.
 // Step s, micro-batch m, row b of a run uses k = s * (examples a step) + m * B + b.
 inline void training_example(const TokenData& data, size_t T, uint64_t seed, uint64_t k,
                              int* inputs /* (T) */, int* targets /* (T) */) {

@@ -38,7 +38,8 @@ class Tokenizer {
     if (!error.empty()) return error;
     const char* name = path.c_str();
     if (file.size < HEADER || file.size > HEADER + MAX_TOKENS * 256)
-      return format("%s: %zu bytes, expected %zu to %zu for a tokenizer", name, file.size, HEADER, HEADER + MAX_TOKENS * 256);
+      return format("%s: %zu bytes, expected %zu to %zu for a tokenizer", name, file.size, HEADER,
+                    HEADER + MAX_TOKENS * 256);
     std::string data(file.size, '\0');
     error = file.read(0, file.size, &data[0]);
     if (!error.empty()) return error;
@@ -154,13 +155,14 @@ class Tokenizer {
     }
   };
 
-  // A queue of candidate pairs in place of a search for the best one each time: a "word" may be a megabyte long.
+  // A queue of candidate pairs in place of a search for the best one each time: a word may be a megabyte long.
   void encode_word(std::string_view word, std::vector<int>& ids) const {
     const int whole = find(word);
     if (whole >= 0) { ids.push_back(whole); return; }
 
     const size_t n = word.size(), NONE = SIZE_MAX;
-    std::vector<size_t> end(n), previous(n);  // by a part's first byte: where it ends, where the one before starts
+    // By a part's first byte: where it ends, and where the part before it starts.
+    std::vector<size_t> end(n), previous(n);
     std::priority_queue<Pair> queue;
     const auto consider = [&](size_t left) {  // the part at `left` and the one after it
       if (left == NONE || end[left] == n) return;
@@ -183,7 +185,8 @@ class Tokenizer {
     }
     for (size_t i = 0; i < n; i = end[i]) {
       const int id = find(word.substr(i, end[i] - i));
-      if (id < 0) fatal(EXIT_ERROR, "tokenizer: no token for byte %d", int(static_cast<unsigned char>(word[i])));
+      const int byte = static_cast<unsigned char>(word[i]);
+      if (id < 0) fatal(EXIT_ERROR, "tokenizer: no token for byte %d", byte);
       ids.push_back(id);
     }
   }
