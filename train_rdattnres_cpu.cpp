@@ -1091,7 +1091,7 @@ int main(int argc, char** argv) {
     const bool finished = run.step >= o.steps, stopping = stop_requested && !finished;
     // Events of the step at which a resumed run begins are in its log already.
     const bool fresh = run.step > first_step || !resuming;
-    const auto due = [&](size_t every) { return !stopping && (finished || (fresh && every > 0 && run.step % every == 0)); };
+    const auto due = [&](size_t every) { return finished || (fresh && every > 0 && run.step % every == 0); };
     if (due(o.val_every) && run.data.val.num_tokens() > 0) validate_split(run, log, "val", run.data.val);
     if (finished && run.data.test.num_tokens() > 0) validate_split(run, log, "test", run.data.test);
     if (due(o.sample_every) && o.sample_tokens > 0 && (run.step > 0 || finished)) sample(run, log);
