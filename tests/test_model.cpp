@@ -1,0 +1,1188 @@
+// test_model.cpp - the whole model of the CPU trainer: depth memory, arms, gradients, optimiser.
+//
+// Against tests/reference.h, which keeps bank and partial as an explicit list, and gets gradients from the
+// chain rule; against central differences of the trainer's own loss; and against what must be equal bit for
+// bit: arms that are one function, any number of threads, any batch size. Parameters are random throughout,
+// queries and gains included: zero queries would hide swapped routes.
+#include <unistd.h>
+
+#include <cstring>
+#include <limits>
+#include <set>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#include "check.h"      // TEST, CHECK, finish
+#include "reference.h"  // the model from its definition, gradients without a backward
+
+#define TESTING
+#define CPU_NAMESPACE cpu_float
+#define REAL float
+#include "../train_rdattnres_cpu.cpp"
+#define CPU_NAMESPACE cpu_double
+#define REAL double
+#include "../train_rdattnres_cpu.cpp"
+
+using reference::Params;
+using reference::Random;
+using reference::Tape;
+using reference::Var;
+
+// One name for both builds of the trainer, so that a test is written once.
+#define BUILD(Name, ns)                                                                \
+  struct Name {                                                                        \
+    using real = ns::real;                                                             \
+    using Model = ns::Model;                                                           \
+    using Site = ns::Site;                                                             \
+    static constexpr auto create = ns::model_create;                                   \
+    static constexpr auto free = ns::model_free;                                       \
+    static constexpr auto forward = ns::model_forward;                                 \
+    static constexpr auto loss_and_gradients = ns::model_loss_and_gradients;           \
+    static constexpr auto loss = ns::model_loss;                                       \
+    static constexpr auto zero_grad = ns::model_zero_grad;                             \
+    static constexpr auto update = ns::model_update;                                   \
+    static constexpr auto norm = ns::grad_norm;                                        \
+    static constexpr auto adamw = ns::adamw;                                           \
+    static constexpr auto site_at = ns::site_at;                                       \
+    static constexpr auto read_sources = ns::read_sources;                             \
+    static constexpr auto source_rstd = ns::source_rstd;                               \
+    static constexpr auto find_non_finite = ns::find_non_finite;                       \
+    static constexpr auto add_route_stats = ns::add_route_stats;                       \
+    static constexpr auto validate = ns::validate;                                     \
+    static constexpr auto next_token_logits = ns::next_token_logits;                   \
+    static constexpr auto save = ns::model_save;                                       \
+    static constexpr auto load = ns::model_load;                                       \
+  };
+BUILD(Float, cpu_float)
+BUILD(Double, cpu_double)
+
+void set_threads(int n) {
+#ifdef _OPENMP
+  omp_set_num_threads(n);
+#else
+  (void)n;
+#endif
+}
+
+constexpr double ERROR_RATIO = 8;  // our error against that of plain loops of the same precision
+constexpr double ROUNDINGS = 4;    // and so many roundings more
+template <class real>
+double epsilon() { return double(std::numeric_limits<real>::epsilon()); }
+
+const Arch ARCHS[] = {Arch::rd, Arch::block, Arch::tied, Arch::average, Arch::frozen_v, Arch::residual};
+const char* name_of(Arch arch) { return ARCH_NAMES[int(arch)]; }
+
+Config config_of(Arch arch, size_t L, size_t S, size_t C, size_t NH, size_t F, size_t T, size_t V) {
+  Config c;
+  c.arch = arch, c.L = L, c.S = S, c.C = C, c.NH = NH, c.F = F, c.T = T, c.V = V;
+  return c;
+}
+// For gradients by the chain rule, where every operation is kept; and the sizes of the design's tests.
+Config small_config(Arch arch, size_t L, size_t S) { return config_of(arch, L, S, 12, 3, 20, 9, 37); }
+Config full_config(Arch arch, size_t S) { return config_of(arch, 3, S, 48, 3, 80, 37, 131); }
+
+// ---- parameters and batches --------------------------------------------------------------------------
+
+// Every tensor by name. A tensor's numbers depend on its name, size and the seed only: arms share them.
+Params<double> random_params(const Config& c, uint64_t seed) {
+  Params<double> params;
+  for (const TensorSpec& t : tensor_table(c)) {
+    if (!t.present) continue;
+    Random random(seed * 1000 + t.id);
+    std::vector<double>& w = params[t.name];
+    if (t.init == Init::one) w = random.normals(t.size(), 1, 0.3);
+    else if (t.is_query()) w = random.normals(t.size(), 0, 0.4);
+    else if (t.id == TENSOR_wte) w = random.normals(t.size(), 0, 0.7);
+    else w = random.normals(t.size(), 0, 1 / std::sqrt(double(t.shape.back())));
+    if (t.id == TENSOR_wte) std::fill(w.begin() + long(c.V * c.C), w.end(), 0.0);  // padding
+  }
+  return params;
+}
+
+template <class Model>
+void set_params(Model& m, const Params<double>& params) {
+  for (const TensorSpec& t : tensor_table(m.config)) {
+    if (!t.present) continue;
+    const std::vector<double>& w = params.at(t.name);
+    std::copy(w.begin(), w.end(), m.params.tensor(t.id));
+  }
+}
+
+template <class Build>
+typename Build::Model make_model(const Config& c, size_t B, const Params<double>& params) {
+  typename Build::Model m;
+  Build::create(m, c, B, c.T, 1);
+  set_params(m, params);
+  return m;
+}
+
+struct Batch {
+  std::vector<int> tokens, targets;
+  Batch(const Config& c, size_t B, uint64_t seed) {
+    Random random(seed);
+    tokens = random.integers(B * c.T, c.V), targets = random.integers(B * c.T, c.V);
+  }
+};
+
+template <class real>
+std::vector<real> all_of(real* family, size_t n) { return std::vector<real>(family, family + n); }
+template <class X>
+bool same_bits(const std::vector<X>& a, const std::vector<X>& b) {
+  return a.size() == b.size() && memcmp(a.data(), b.data(), a.size() * sizeof(X)) == 0;
+}
+template <class X>
+bool same_bits(const X* a, const X* b, size_t n) { return memcmp(a, b, n * sizeof(X)) == 0; }
+
+template <class X>
+double rms(const X* values, size_t n) {
+  long double sum = 0;
+  for (size_t i = 0; i < n; i++) sum += (long double)(values[i]) * (long double)(values[i]);
+  return n ? double(std::sqrt(sum / (long double)(n))) : 0;
+}
+
+// Largest difference over the rms of the exact values; infinite if anything is not finite.
+template <class X, class Y>
+double relative_error(const X* got, const Y* exact, size_t n) {
+  const double scale = rms(exact, n);
+  double worst = 0;
+  for (size_t i = 0; i < n; i++) {
+    const double error =
+        double(std::fabs((long double)(got[i]) - (long double)(exact[i]))) / (scale > 0 ? scale : 1);
+    if (!(error <= worst)) worst = std::isfinite(error) ? error : INFINITY;
+  }
+  return worst;
+}
+
+// Logits of the last forward: what the head reads times wte. (B,T,V)
+template <class Model>
+auto logits_of(const Model& m, size_t BT) {
+  using real = std::remove_reference_t<decltype(*m.acts.x)>;
+  const Config& c = m.config;
+  const std::vector<real> x(m.acts.x, m.acts.x + BT * c.C);
+  return reference::linear(x, m.params.wte, BT, c.C, c.V);
+}
+
+// ---- against the model written from its definition ---------------------------------------------------
+
+// Everything that a forward and backward compute, as named arrays.
+template <class X> using Named = std::map<std::string, std::vector<X>>;
+
+template <class Build, class real = typename Build::real>
+Named<real> run_trainer(const Config& c, const Params<double>& params, const Batch& batch, size_t B) {
+  const size_t BT = B * c.T;
+  auto m = make_model<Build>(c, B, params);
+  Build::loss_and_gradients(m, batch.tokens.data(), batch.targets.data(), B, c.T, 1);
+  Named<real> out;
+  for (const TensorSpec& t : tensor_table(c))
+    if (t.present) out[std::string("d ") + t.name] = all_of(m.grads.tensor(t.id), t.size());
+  out["losses"] = all_of(m.acts.losses, BT);
+  Build::forward(m, batch.tokens.data(), B, c.T);
+  out["logits"] = logits_of(m, BT);
+  for (size_t i = 0; i <= c.sublayers(); i++) {
+    const auto site = Build::site_at(m, i, BT);
+    for (size_t r = 0; r < site.R; r++)
+      out[format("routes %zu.%zu", i, r)] = all_of(site.p + r * BT * site.K, BT * site.K);
+  }
+  for (size_t l = 0; l < c.L; l++) out[format("lse %zu", l)] = all_of(m.acts.lse + l * c.NH * BT, c.NH * BT);
+  Build::free(m);
+  return out;
+}
+
+template <class X>
+Named<X> run_reference(const Config& c, const Params<double>& params, const Batch& batch, size_t B,
+                       bool gradients) {
+  using reference::run_model;
+  Named<X> out;
+  Params<X> w;
+  for (const auto& item : params) w[item.first] = std::vector<X>(item.second.begin(), item.second.end());
+  const reference::Run<X> run = run_model(c, w, batch.tokens, batch.targets, B, c.T);
+  out["logits"] = run.logits, out["losses"] = run.losses;
+  for (size_t i = 0; i < run.routes.size(); i++)
+    for (size_t r = 0; r < run.routes[i].size(); r++) out[format("routes %zu.%zu", i, r)] = run.routes[i][r].p;
+  for (size_t l = 0; l < c.L; l++) out[format("lse %zu", l)] = run.attention[l].lse;
+  if (!gradients) return out;
+
+  Tape<X>::get().clear();
+  Params<Var<X>> vars;
+  for (const auto& item : params)
+    for (double value : item.second) vars[item.first].push_back(Var<X>::input(X(value)));
+  const std::vector<X> d =
+      reference::tape_gradients(run_model(c, vars, batch.tokens, batch.targets, B, c.T).mean_loss);
+  for (const auto& item : vars)
+    for (const Var<X>& var : item.second) out["d " + item.first].push_back(d[var.node]);
+  return out;
+}
+
+struct Worst {
+  double ours = 0, plain = 0;
+  void note(double a, double b) { ours = std::fmax(ours, a), plain = std::fmax(plain, b); }
+};
+
+// [float outputs, float gradients, double outputs, double gradients]
+template <class Build>
+void compare(const Config& c, const Params<double>& params, const Batch& batch, size_t B,
+             const Named<long double>& exact, Worst* worst) {
+  using real = typename Build::real;
+  const Named<real> ours = run_trainer<Build>(c, params, batch, B);
+  const Named<real> plain = run_reference<real>(c, params, batch, B, true);
+  CHECK_EQ(ours.size(), exact.size());
+  for (const auto& item : exact) {
+    const std::string& name = item.first;
+    if (!CHECK(ours.count(name) == 1) || !CHECK_EQ(ours.at(name).size(), item.second.size())) continue;
+    const double got = relative_error(ours.at(name).data(), item.second.data(), item.second.size());
+    const double yardstick = relative_error(plain.at(name).data(), item.second.data(), item.second.size());
+    if (!CHECK_CLOSE(got, 0, ERROR_RATIO * yardstick + ROUNDINGS * epsilon<real>()))
+      printf("  %s S=%zu L=%zu: %s is off by %.1e, plain loop %.1e\n", name_of(c.arch), c.S, c.L, name.c_str(),
+             got, yardstick);
+    const bool gradient = name.substr(0, 2) == "d ";
+    if (!gradient && sizeof(real) == 8) CHECK_CLOSE(got, 0, 1e-12);
+    worst[gradient].note(got, yardstick);
+  }
+}
+
+void test_against_reference() {
+  printf("  largest error over rms: ours, plain     float outputs    float gradients   double outputs  "
+         "double gradients\n");
+  for (Arch arch : ARCHS) {
+    TEST(std::string("logits, losses, routes and all gradients against the definition: ") + name_of(arch));
+    const size_t shapes[][2] = {{3, 2}, {3, 4}, {3, 1}, {3, 6}, {1, 2}, {2, 4}, {4, 6}, {3, 8}};
+    Worst worst[4];
+    for (const size_t* shape : shapes) {
+      const Config c = small_config(arch, shape[0], shape[1]);
+      const size_t B = 2;
+      const Params<double> params = random_params(c, 10 * c.L + c.S);
+      const Batch batch(c, B, 7);
+      const Named<long double> exact = run_reference<long double>(c, params, batch, B, true);
+      compare<Float>(c, params, batch, B, exact, worst);
+      compare<Double>(c, params, batch, B, exact, worst + 2);
+    }
+    printf("  %-36s", name_of(arch));
+    for (const Worst& w : worst) printf("  %7.1e %7.1e", w.ours, w.plain);
+    printf("\n");
+  }
+}
+
+// The sizes of the design's tests: forward only against long double.
+void test_full_size_against_reference() {
+  TEST("T=37 C=48 V=131: logits, losses and routes against the definition");
+  for (size_t S : {2, 4}) {
+    const Config c = full_config(Arch::rd, S);
+    const Params<double> params = random_params(c, S);
+    const Batch batch(c, 2, 8);
+    const Named<long double> exact = run_reference<long double>(c, params, batch, 2, false);
+    const Named<double> ours = run_trainer<Double>(c, params, batch, 2);
+    double worst = 0;
+    for (const auto& item : exact)
+      worst =
+          std::fmax(worst, relative_error(ours.at(item.first).data(), item.second.data(), item.second.size()));
+    printf("  rd S=%zu, double: largest error over rms %.1e\n", S, worst);
+    CHECK_CLOSE(worst, 0, 1e-12);
+  }
+}
+
+// ---- central differences -----------------------------------------------------------------------------
+
+// Fourth order: (8 d(h) - d(2h)) / 12h, d(h) = loss(w + h direction) - loss(w - h direction).
+double slope(cpu_double::Model& m, const Batch& batch, size_t B, double* w, const std::vector<size_t>& where,
+             const std::vector<double>& direction, double h) {
+  std::vector<double> before;
+  for (size_t i : where) before.push_back(w[i]);
+  auto loss = [&](double step) {
+    for (size_t n = 0; n < where.size(); n++) w[where[n]] = before[n] + step * direction[n];
+    return cpu_double::model_loss(m, batch.tokens.data(), batch.targets.data(), B, m.T);
+  };
+  const double result = (8 * (loss(h) - loss(-h)) - (loss(2 * h) - loss(-2 * h))) / (12 * h);
+  for (size_t n = 0; n < where.size(); n++) w[where[n]] = before[n];
+  return result;
+}
+
+// Per tensor: single elements, and one random direction through all elements at once. Relative to the larger of
+// the slope itself and what is usual for the tensor.
+double worst_difference(const Config& c, size_t B, int samples, std::string& where) {
+  auto m = make_model<Double>(c, B, random_params(c, 100 + c.S));
+  const Batch batch(c, B, 9);
+  Double::loss_and_gradients(m, batch.tokens.data(), batch.targets.data(), B, c.T, 1);
+  double worst = 0;
+  Random random(c.S);
+  for (const TensorSpec& t : tensor_table(c)) {
+    if (!t.present) continue;
+    const size_t n = t.id == TENSOR_wte ? c.V * c.C : t.size();
+    double *w = m.params.tensor(t.id), *g = m.grads.tensor(t.id);
+    const double usual = rms(g, n), step = 1e-3 * rms(w, n);
+    for (int sample = 0; sample <= samples; sample++) {
+      std::vector<size_t> elements;
+      std::vector<double> direction;
+      double want = 0;
+      if (sample < samples) elements = {random.next() % n}, direction = {1}, want = g[elements[0]];
+      else
+        for (size_t i = 0; i < n; i++) {
+          elements.push_back(i), direction.push_back(random.normal(0, 0.3));
+          want += g[i] * direction[i];
+        }
+      const double got = slope(m, batch, B, w, elements, direction, step);
+      // A first attention site has one source: its query and gain have no effect, and a gradient of exactly
+      // zero.
+      const double scale =
+          std::fmax(std::fabs(want), sample < samples ? usual : usual * std::sqrt(double(n)) * 0.3);
+      const double error = std::fabs(got - want) / (scale > 0 ? scale : 1);
+      if (!(error <= worst)) worst = std::isfinite(error) ? error : INFINITY, where = t.name;
+    }
+  }
+  Double::free(m);
+  return worst;
+}
+
+void test_central_differences() {
+  const size_t shapes[][2] = {{3, 2}, {3, 4}, {3, 1}, {3, 6}};
+  for (Arch arch : ARCHS) {
+    TEST(std::string("gradient of every tensor against central differences: ") + name_of(arch));
+    for (const size_t* shape : shapes) {
+      std::string where;
+      const double worst = worst_difference(small_config(arch, shape[0], shape[1]), 2, 3, where);
+      printf("  %-9s L=%zu S=%zu  T=9  C=12: worst relative error %.1e (%s)\n", name_of(arch), shape[0],
+             shape[1], worst, where.c_str());
+      CHECK_CLOSE(worst, 0, 1e-6);
+    }
+  }
+  TEST("gradient of every tensor against central differences: T=37 C=48 V=131");
+  for (size_t S : {2, 4}) {
+    std::string where;
+    const double worst = worst_difference(full_config(Arch::rd, S), 1, 2, where);
+    printf("  rd        L=3 S=%zu  T=37 C=48: worst relative error %.1e (%s)\n", S, worst, where.c_str());
+    CHECK_CLOSE(worst, 0, 1e-6);
+  }
+}
+
+// ---- training steps that must give the same bits -----------------------------------------------------
+
+template <class real>
+struct Trajectory {
+  std::vector<double> losses;
+  std::vector<std::vector<real>> grads;        // of every step
+  std::vector<real> params, adam_m, adam_v;    // after the last
+  bool operator==(const Trajectory& o) const {
+    if (!::same_bits(losses, o.losses) || grads.size() != o.grads.size()) return false;
+    for (size_t i = 0; i < grads.size(); i++)
+      if (!::same_bits(grads[i], o.grads[i])) return false;
+    return ::same_bits(params, o.params) && ::same_bits(adam_m, o.adam_m) && ::same_bits(adam_v, o.adam_v);
+  }
+};
+
+template <class Build, class real = typename Build::real>
+Trajectory<real> train(const Config& c, size_t B, size_t accumulation, size_t steps, int threads) {
+  set_threads(threads);
+  auto m = make_model<Build>(c, B, random_params(c, 3));
+  Trajectory<real> path;
+  for (size_t step = 1; step <= steps; step++) {
+    Build::zero_grad(m);
+    for (size_t micro = 0; micro < accumulation; micro++) {
+      const Batch batch(c, B, step * 100 + micro);
+      path.losses.push_back(
+          Build::loss_and_gradients(m, batch.tokens.data(), batch.targets.data(), B, c.T, accumulation));
+    }
+    path.grads.push_back(all_of(m.grads.wte, m.num_elements));
+    Build::update(m, step, std::fmin(1, 1 / Build::norm(m)), 3e-3, 0.1, 2.0);
+  }
+  path.params = all_of(m.params.wte, m.num_elements);
+  path.adam_m = all_of(m.adam_m.wte, m.num_elements), path.adam_v = all_of(m.adam_v.wte, m.num_elements);
+  Build::free(m);
+  set_threads(1);
+  return path;
+}
+
+template <class Build>
+void check_tied_is_block(size_t S) {
+  for (size_t accumulation : {1, 3}) {
+    const auto block = train<Build>(full_config(Arch::block, S), 2, accumulation, 10, 1);
+    for (int threads : {1, 3})
+      CHECK(train<Build>(full_config(Arch::tied, S), 2, accumulation, 10, threads) == block);
+    CHECK(block.losses.back() != block.losses.front());
+    const auto rd = train<Build>(full_config(Arch::rd, S), 2, accumulation, 1, 1);
+    CHECK(rd.losses.front() != block.losses.front());  // the comparison can fail
+  }
+}
+
+void test_tied_is_block() {
+  TEST("tied equals block bit for bit: losses, gradients, parameters, moments over ten steps");
+  check_tied_is_block<Float>(2);
+  check_tied_is_block<Float>(4);
+  check_tied_is_block<Double>(2);
+}
+
+void test_threads() {
+  TEST("1, 2, 3 and 8 threads: the same bits");
+  for (Arch arch : ARCHS) {
+    Config c = full_config(arch, 4);
+    if (arch == Arch::rd) c.C = 42;  // rows that do not start where a vector register would like
+    const size_t steps = arch == Arch::rd ? 3 : 1;
+    const auto one = train<Float>(c, 3, 2, steps, 1);
+    for (int threads : {2, 3, 8}) CHECK(train<Float>(c, 3, 2, steps, threads) == one);
+  }
+}
+
+// ---- zero queries ------------------------------------------------------------------------------------
+
+// Relative error over the tensors of both that are not part of a route.
+double weight_gradient_difference(cpu_double::Model& a, cpu_double::Model& b) {
+  double worst = 0;
+  for (const TensorSpec& t : tensor_table(a.config))
+    if (!strstr(t.name, "route"))
+      worst = std::fmax(worst, relative_error(a.grads.tensor(t.id), b.grads.tensor(t.id), t.size()));
+  return worst;
+}
+
+// A stream of rms sigma makes eps count as eps / sigma^2 would. Matrices that write to the stream grow by
+// sigma, the final norm shrinks by it, so that the logits stay as they are.
+void test_zero_queries() {
+  TEST("queries at zero: every arm computes what residual does, up to eps");
+  for (size_t S : {1, 2, 4, 6}) {
+    double difference[2][2] = {};  // [sigma][logits, gradients]
+    for (int large : {0, 1}) {
+      const double sigma = large ? 1000 : 1;
+      const Batch batch(full_config(Arch::rd, S), 2, 11);
+      auto prepare = [&](Arch arch) {
+        const Config c = full_config(arch, S);
+        Params<double> params = random_params(c, 12);
+        for (auto& item : params) {
+          const std::string& name = item.first;
+          for (double& w : item.second) {
+            if (name == "wte" || name == "wo" || name == "w_down") w *= sigma;
+            if (name == "final_norm") w /= sigma;
+            if (name == "attn_route_qk" || name == "attn_route_v" || name == "mlp_route" || name == "out_route")
+              w = 0;
+          }
+        }
+        auto m = make_model<Double>(c, 2, params);
+        Double::loss_and_gradients(m, batch.tokens.data(), batch.targets.data(), 2, c.T, 1);
+        Double::forward(m, batch.tokens.data(), 2, c.T);  // the backward has used x for other sites
+        return m;
+      };
+      auto residual = prepare(Arch::residual), block = prepare(Arch::block);
+      const auto want = logits_of(residual, 2 * residual.T);
+      for (Arch arch : {Arch::rd, Arch::block, Arch::tied, Arch::average, Arch::frozen_v}) {
+        auto m = prepare(arch);
+        const auto logits = logits_of(m, 2 * m.T);
+        CHECK(
+            same_bits(logits, logits_of(block, 2 * m.T)));  // among the arms with routes: no difference at all
+        difference[large][0] =
+            std::fmax(difference[large][0], relative_error(logits.data(), want.data(), want.size()));
+        difference[large][1] = std::fmax(difference[large][1], weight_gradient_difference(m, residual));
+        CHECK_CLOSE(weight_gradient_difference(m, block), 0, 1e-11);
+        Double::free(m);
+      }
+      Double::free(residual), Double::free(block);
+    }
+    printf("  S=%zu  logits differ by %.1e, gradients by %.1e; with eps a million times smaller %.1e, %.1e\n",
+           S, difference[0][0], difference[0][1], difference[1][0], difference[1][1]);
+    for (int what : {0, 1}) {
+      CHECK_CLOSE(difference[1][what], 0, 1e-9);
+      CHECK_CLOSE(difference[0][what], 0, 1e-3);
+      CHECK(difference[0][what] > 1e4 * difference[1][what]);  // so it is eps, and nothing else
+    }
+  }
+}
+
+// ---- the depth memory --------------------------------------------------------------------------------
+
+struct SourceTable { size_t L, S; std::vector<std::vector<size_t>> slots; std::vector<size_t> bank; };
+// slots[i]: what site i reads; slot 0 is the embedding, slot n the partial after n sublayers.
+// bank[n]: the block that slot n belongs to; 0 is the embedding.
+const std::vector<SourceTable> SOURCE_TABLES = {
+    {2, 2, {{0}, {0, 1}, {0, 2}, {0, 2, 3}, {0, 2, 4}}, {0, 1, 1, 2, 2}},
+    {2, 1, {{0}, {0, 1}, {0, 1, 2}, {0, 1, 2, 3}, {0, 1, 2, 3, 4}}, {0, 1, 2, 3, 4}},
+    {2, 4, {{0}, {0, 1}, {0, 2}, {0, 3}, {0, 4}}, {0, 1, 1, 1, 1}},
+    {3, 4, {{0}, {0, 1}, {0, 2}, {0, 3}, {0, 4}, {0, 4, 5}, {0, 4, 6}}, {0, 1, 1, 1, 1, 2, 2}},
+    {3, 6, {{0}, {0, 1}, {0, 2}, {0, 3}, {0, 4}, {0, 5}, {0, 6}}, {0, 1, 1, 1, 1, 1, 1}},
+    {4,
+     6,
+     {{0}, {0, 1}, {0, 2}, {0, 3}, {0, 4}, {0, 5}, {0, 6}, {0, 6, 7}, {0, 6, 8}},
+     {0, 1, 1, 1, 1, 1, 1, 2, 2}},
+    {1, 2, {{0}, {0, 1}, {0, 2}}, {0, 1, 1}},
+    {2, 8, {{0}, {0, 1}, {0, 2}, {0, 3}, {0, 4}}, {0, 1, 1, 1, 1}},  // a block longer than the network
+};
+
+void test_source_table() {
+  TEST("sources of every site, against a literal table");
+  size_t sites = 0;
+  for (const SourceTable& table : SOURCE_TABLES) {
+    const Config c = small_config(Arch::rd, table.L, table.S);
+    CHECK_EQ(table.slots.size(), c.sublayers() + 1);
+    for (size_t i = 0; i < table.slots.size(); i++, sites++) {
+      CHECK(source_slots(c, i) == table.slots[i]);
+      CHECK_EQ(c.num_sources(i), table.slots[i].size());
+      CHECK_EQ(bank_index(c, i), table.bank[i]);
+    }
+    CHECK_EQ(c.blocks(), table.bank.back());
+    CHECK_EQ(c.max_sources(), table.slots.back().size());
+  }
+  printf("  %zu sites of %zu networks\n", sites, SOURCE_TABLES.size());
+}
+
+// Moves one slot of the stream after a forward and lets every site read again: exactly those that have it among
+// their sources read something else.
+void test_who_sees_a_block() {
+  TEST("moving one slot of the depth memory moves exactly its readers");
+  size_t moved = 0, still = 0;
+  for (const SourceTable& table : SOURCE_TABLES) {
+    const Config c = small_config(Arch::rd, table.L, table.S);
+    const size_t B = 2, BT = B * c.T, n = BT * c.C;
+    auto m = make_model<Double>(c, B, random_params(c, 13));
+    const Batch batch(c, B, 14);
+    Double::forward(m, batch.tokens.data(), B, c.T);
+    for (size_t slot = 0; slot <= c.sublayers(); slot++)
+      for (size_t i = 0; i <= c.sublayers(); i++) {
+        const auto site = Double::site_at(m, i, BT);
+        Double::read_sources(m, site, BT, false);
+        const std::vector<double> h = all_of(m.acts.h, site.R * n);
+        double* source = m.acts.stream + slot * n;
+        const std::vector<double> kept = all_of(source, n), noise = Random(15).normals(n);
+        for (size_t k = 0; k < n; k++) source[k] += noise[k];
+        Double::source_rstd(m.acts.rstd + slot * BT, source, BT, c.C);
+        Double::read_sources(m, site, BT, false);
+        const std::vector<size_t>& sources = table.slots[i];
+        const bool reads = std::find(sources.begin(), sources.end(), slot) != sources.end();
+        for (size_t k = 0; k < site.R * n; k++) CHECK_EQ(m.acts.h[k] != h[k], reads);
+        moved += reads, still += !reads;
+        std::copy(kept.begin(), kept.end(), source);
+        Double::source_rstd(m.acts.rstd + slot * BT, source, BT, c.C);
+      }
+    Double::free(m);
+  }
+  printf("  %zu reads moved, %zu stayed\n", moved, still);
+}
+
+// Scaling what sublayer i writes changes the stream after it and nothing before it.
+void test_depth_causality() {
+  TEST("a sublayer's weights move the stream after it, and nothing before");
+  for (Arch arch : ARCHS)
+    for (size_t S : {2, 4}) {
+      const Config c = small_config(arch, 3, S);
+      const size_t BT = 2 * c.T, n = BT * c.C;
+      const Batch batch(c, 2, 16);
+      auto m = make_model<Double>(c, 2, random_params(c, 17));
+      Double::forward(m, batch.tokens.data(), 2, c.T);
+      const std::vector<double> stream = all_of(m.acts.stream, (c.sublayers() + 1) * n);
+      for (size_t i = 0; i < c.sublayers(); i++) {
+        double* w = i % 2 == 0 ? m.params.wo + i / 2 * c.C * c.C : m.params.w_down + i / 2 * c.C * c.F;
+        w[5] += 0.5;
+        Double::forward(m, batch.tokens.data(), 2, c.T);
+        for (size_t slot = 0; slot <= c.sublayers(); slot++)
+          CHECK_EQ(same_bits(m.acts.stream + slot * n, &stream[slot * n], n), slot <= i);
+        w[5] -= 0.5;
+        set_params(m, random_params(c, 17));
+      }
+      Double::free(m);
+    }
+}
+
+// ---- the roles of the two queries --------------------------------------------------------------------
+
+// Which of Q, K and V of layer l change when one element of a tensor of that layer moves.
+std::set<char> moved_parts(const Config& c, const char* tensor, size_t l) {
+  const size_t BT = 2 * c.T;
+  const Batch batch(c, 2, 18);
+  Params<double> params = random_params(c, 19);
+  std::vector<double> qkv[2];
+  for (int changed : {0, 1}) {
+    if (changed) params[tensor][l * c.C + 3] += 0.25;
+    auto m = make_model<Double>(c, 2, params);
+    Double::forward(m, batch.tokens.data(), 2, c.T);
+    qkv[changed] = all_of(m.acts.qkv + l * BT * 3 * c.C, BT * 3 * c.C);
+    Double::free(m);
+  }
+  std::set<char> moved;
+  for (size_t i = 0; i < qkv[0].size(); i++)
+    if (qkv[0][i] != qkv[1][i]) moved.insert("QKV"[i / c.C % 3]);
+  return moved;
+}
+
+void test_roles() {
+  TEST("query_v moves V alone, query_qk moves Q and K alone, the gain moves all three");
+  const std::set<char> v = {'V'}, qk = {'Q', 'K'}, all = {'Q', 'K', 'V'}, none;
+  for (size_t l : {1, 2}) {
+    const Config rd = small_config(Arch::rd, 3, 2);
+    CHECK(moved_parts(rd, "attn_route_v", l) == v);
+    CHECK(moved_parts(rd, "attn_route_qk", l) == qk);
+    CHECK(moved_parts(rd, "attn_route_gain", l) == all);
+    CHECK(moved_parts(rd, "attn_norm", l) == all);
+    const Config average = small_config(Arch::average, 3, 2);
+    CHECK(moved_parts(average, "attn_route_v", l) == all);
+    CHECK(moved_parts(average, "attn_route_qk", l) == all);
+    const Config frozen = small_config(Arch::frozen_v, 3, 2);
+    CHECK(moved_parts(frozen, "attn_route_qk", l) == qk);
+    CHECK(moved_parts(frozen, "attn_route_gain", l) == qk);
+    for (Arch arch : {Arch::block, Arch::tied}) {
+      CHECK(moved_parts(small_config(arch, 3, 2), "attn_route_qk", l) == all);
+      CHECK(moved_parts(small_config(arch, 3, 2), "attn_route_gain", l) == all);
+    }
+    CHECK(moved_parts(small_config(Arch::residual, 3, 2), "attn_norm", l) == all);
+  }
+  CHECK(moved_parts(small_config(Arch::rd, 3, 2), "attn_route_v", 0) == none);  // one source: nothing to choose
+}
+
+// Arms as special cases of rd: V's query at zero is frozen-v, both queries equal is tied, and the average of
+// two equal mixes is the mix.
+void test_arms() {
+  TEST("frozen-v is rd with V's query at zero; average of equal queries is tied");
+  const Config rd = small_config(Arch::rd, 3, 2);
+  const size_t B = 2, BT = B * rd.T;
+  const Batch batch(rd, B, 20);
+  auto run = [&](Arch arch, bool zero_v, bool equal) {
+    const Config c = small_config(arch, 3, 2);
+    Params<double> params = random_params(c, 21);
+    if (c.has_v_query() && zero_v) std::fill(params["attn_route_v"].begin(), params["attn_route_v"].end(), 0.0);
+    if (c.has_v_query() && equal) params["attn_route_v"] = params["attn_route_qk"];
+    auto m = make_model<Double>(c, B, params);
+    Double::loss_and_gradients(m, batch.tokens.data(), batch.targets.data(), B, c.T, 1);
+    return m;
+  };
+  auto same_gradients = [](cpu_double::Model& a, cpu_double::Model& b, double tolerance) {
+    for (const TensorSpec& t : tensor_table(a.config))
+      if (a.grads.tensor(t.id) && b.grads.tensor(t.id) && t.id != TENSOR_attn_route_qk)
+        CHECK_CLOSE(relative_error(a.grads.tensor(t.id), b.grads.tensor(t.id), t.size()), 0, tolerance);
+  };
+  auto frozen = run(Arch::frozen_v, true, false), rd_zero = run(Arch::rd, true, false);
+  CHECK(frozen.grads.attn_route_v == nullptr && frozen.params.attn_route_v == nullptr);
+  CHECK(same_bits(frozen.acts.losses, rd_zero.acts.losses, BT));
+  same_gradients(frozen, rd_zero, 0);
+  const size_t n = rd.L * rd.C;
+  CHECK(same_bits(frozen.grads.attn_route_qk, rd_zero.grads.attn_route_qk, n));
+  CHECK(rms(rd_zero.grads.attn_route_v, n) > 0);
+  for (size_t l = 0; l < rd.L; l++) {
+    const auto site = Double::site_at(frozen, 2 * l, BT);
+    for (size_t i = 0; i < BT * site.K; i++) CHECK_EQ(site.p[BT * site.K + i], 1 / double(site.K));
+  }
+
+  auto average = run(Arch::average, false, true), rd_equal = run(Arch::rd, false, true),
+       tied = run(Arch::tied, false, false);
+  CHECK(same_bits(average.acts.losses, tied.acts.losses, BT));
+  CHECK(same_bits(rd_equal.acts.losses, tied.acts.losses, BT));
+  same_gradients(average, tied, 1e-12);
+  same_gradients(rd_equal, tied, 1e-12);
+  std::vector<double> sum(n);  // the two query gradients sum to the one
+  for (size_t i = 0; i < n; i++) sum[i] = rd_equal.grads.attn_route_qk[i] + rd_equal.grads.attn_route_v[i];
+  CHECK_CLOSE(relative_error(sum.data(), tied.grads.attn_route_qk, n), 0, 1e-12);
+  CHECK(!same_bits(rd_equal.grads.attn_route_qk, rd_equal.grads.attn_route_v, n));
+  for (size_t i = 0; i < n; i++) {  // each of the averaged queries gets half
+    CHECK_CLOSE(average.grads.attn_route_qk[i], tied.grads.attn_route_qk[i] / 2, 1e-12);
+    CHECK_CLOSE(average.grads.attn_route_v[i], tied.grads.attn_route_qk[i] / 2, 1e-12);
+  }
+  for (auto* m : {&frozen, &rd_zero, &average, &rd_equal, &tied}) Double::free(*m);
+}
+
+void test_first_site() {
+  TEST("the first attention site: gradients of queries and gain exactly zero, and nothing moves");
+  for (Arch arch : ARCHS) {
+    if (arch == Arch::residual) continue;
+    const Config c = full_config(arch, 2);
+    const Params<double> params = random_params(c, 22);
+    auto m = make_model<Float>(c, 2, params);
+    for (size_t step = 1; step <= 3; step++) {
+      const Batch batch(c, 2, step);
+      Float::loss_and_gradients(m, batch.tokens.data(), batch.targets.data(), 2, c.T, 1);
+      for (const char* name : {"attn_route_qk", "attn_route_v", "attn_route_gain"})
+        for (const TensorSpec& t : tensor_table(c)) {
+          if (strcmp(t.name, name) != 0 || !t.present) continue;
+          for (size_t i = 0; i < c.C; i++) CHECK_EQ(m.grads.tensor(t.id)[i], 0.0f);
+          for (size_t l = 1; l < c.L; l++) CHECK(rms(m.grads.tensor(t.id) + l * c.C, c.C) > 0);
+        }
+      Float::update(m, step, 1, 1e-2, 0.1, 1);
+    }
+    for (const char* name : {"attn_route_qk", "attn_route_v", "attn_route_gain"})
+      for (const TensorSpec& t : tensor_table(c))
+        if (strcmp(t.name, name) == 0 && t.present)
+          for (size_t i = 0; i < c.C; i++) CHECK_EQ(double(m.params.tensor(t.id)[i]), params.at(name)[i]);
+    Float::free(m);
+  }
+}
+
+// ---- batches and time --------------------------------------------------------------------------------
+
+void test_accumulation() {
+  TEST("B=8 equals 4 x 2 accumulated, to rounding");
+  for (Arch arch : {Arch::rd, Arch::average}) {
+    const Config c = full_config(arch, 4);
+    const Params<double> params = random_params(c, 23);
+    const Batch batch(c, 8, 24);
+    auto gradients = [&](auto build, size_t B) {
+      using Build = decltype(build);
+      auto m = make_model<Build>(c, B, params);
+      double loss = 0;
+      for (size_t row = 0; row < 8; row += B)
+        loss +=
+            Build::loss_and_gradients(m, &batch.tokens[row * c.T], &batch.targets[row * c.T], B, c.T, 8 / B);
+      std::vector<double> all(m.grads.wte, m.grads.wte + m.num_elements);
+      all.push_back(loss / double(8 / B));
+      Build::free(m);
+      return all;
+    };
+    const std::vector<double> exact = gradients(Double(), 8), split = gradients(Double(), 2);
+    const double in_double = relative_error(split.data(), exact.data(), exact.size());
+    const std::vector<double> f8 = gradients(Float(), 8), f2 = gradients(Float(), 2);
+    const double whole_error = relative_error(f8.data(), exact.data(), exact.size());
+    const double split_error = relative_error(f2.data(), exact.data(), exact.size());
+    printf("  %-8s double differs by %.1e; float error: whole %.1e, split %.1e\n", name_of(arch), in_double,
+           whole_error, split_error);
+    CHECK_CLOSE(in_double, 0, 1e-11);
+    CHECK_CLOSE(split_error, 0, ERROR_RATIO * whole_error);
+  }
+}
+
+void test_batch_shape() {
+  TEST("losses of 8 rows are the same bits in batches of 8, 4, 3, 2 and 1");
+  for (size_t C : {48, 42}) {
+    Config c = full_config(Arch::rd, 2);
+    c.C = C;
+    const Params<double> params = random_params(c, 25);
+    const Batch batch(c, 8, 26);
+    auto m = make_model<Float>(c, 8, params);
+    Float::loss(m, batch.tokens.data(), batch.targets.data(), 8, c.T, nullptr);
+    const std::vector<float> whole = all_of(m.acts.losses, 8 * c.T);
+    for (size_t B : {1, 2, 3, 4}) {
+      auto small = make_model<Float>(c, B, params);
+      for (auto* model : {&m, &small})  // buffers just large enough, or larger
+        for (size_t row = 0; row < 8; row += B) {
+          const size_t rows = std::min(B, 8 - row);
+          Float::loss(*model, &batch.tokens[row * c.T], &batch.targets[row * c.T], rows, c.T, nullptr);
+          CHECK(same_bits(model->acts.losses, &whole[row * c.T], rows * c.T));
+        }
+      Float::free(small);
+    }
+    Float::free(m);
+  }
+}
+
+void test_time_causality() {
+  TEST("a token changes nothing before itself, nothing in other rows, and something at and after itself");
+  for (Arch arch : ARCHS) {
+    const Config c = full_config(arch, 2);
+    auto m = make_model<Float>(c, 2, random_params(c, 27));
+    Batch batch(c, 2, 28);
+    Float::forward(m, batch.tokens.data(), 2, c.T);
+    const std::vector<float> before = logits_of(m, 2 * c.T);
+    for (size_t t : {0, 17, 36}) {
+      const int kept = batch.tokens[c.T + t];  // in the second row
+      batch.tokens[c.T + t] = (kept + 1) % int(c.V);
+      Float::forward(m, batch.tokens.data(), 2, c.T);
+      const std::vector<float> after = logits_of(m, 2 * c.T);
+      for (size_t bt = 0; bt < 2 * c.T; bt++)
+        CHECK_EQ(same_bits(&before[bt * c.V], &after[bt * c.V], c.V), bt < c.T + t);
+      batch.tokens[c.T + t] = kept;
+    }
+    Float::free(m);
+  }
+}
+
+// Shorter texts than the buffers hold: the same logits as the beginning of a longer one.
+void test_context() {
+  TEST("the logits of a prefix do not depend on what follows; a long context keeps its last T tokens");
+  const Config c = full_config(Arch::rd, 4);
+  auto m = make_model<Float>(c, 2, random_params(c, 29));
+  const std::vector<int> text = Random(30).integers(c.T + 20, c.V);
+  Float::forward(m, text.data(), 1, c.T);
+  const std::vector<float> x = all_of(m.acts.x, c.T * c.C);
+  std::vector<float> logits, last;
+  for (size_t n : {size_t(1), size_t(2), size_t(20), c.T}) {
+    Float::next_token_logits(m, std::vector<int>(text.begin(), text.begin() + long(n)), logits);
+    CHECK_EQ(logits.size(), c.V);
+    const std::vector<float> row(x.begin() + long((n - 1) * c.C), x.begin() + long(n * c.C));
+    const std::vector<float> want = reference::linear(row, m.params.wte, 1, c.C, c.V);
+    CHECK_CLOSE(relative_error(logits.data(), want.data(), c.V), 0, 1e-6);
+  }
+  Float::next_token_logits(m, text, logits);
+  Float::next_token_logits(m, std::vector<int>(text.end() - long(c.T), text.end()), last);
+  CHECK(same_bits(logits, last));
+  Float::free(m);
+}
+
+void test_validation() {
+  TEST("validation: the mean over whole windows in order, the same bits for any B, and it touches nothing");
+  const Config c = full_config(Arch::rd, 2);
+  const Params<double> params = random_params(c, 31);
+  std::vector<uint16_t> tokens(c.T * 7 + 5);
+  for (size_t i = 0; i < tokens.size(); i++) tokens[i] = uint16_t(Random(i).next() % c.V);
+  const TokenData data = TokenData::from_tokens(tokens, "test", c.V);
+  std::vector<double> losses;
+  for (size_t B : {1, 2, 3, 8}) {
+    auto m = make_model<Float>(c, B, params);
+    const Batch batch(c, B, 32);
+    Float::loss_and_gradients(m, batch.tokens.data(), batch.targets.data(), B, c.T, 1);
+    Float::update(m, 1, 1, 0, 0, 1);  // moments that are not zero
+    std::vector<float> before[4], after[4];
+    auto snapshot = [&](std::vector<float>* to) {
+      Tensors<float>* families[] = {&m.params, &m.grads, &m.adam_m, &m.adam_v};
+      for (int f = 0; f < 4; f++) to[f] = all_of(families[f]->wte, m.num_elements);
+    };
+    snapshot(before);
+    const auto result = Float::validate(m, data, 5 * c.T + 3);
+    snapshot(after);
+    for (int f = 0; f < 4; f++) CHECK(same_bits(before[f], after[f]));
+    CHECK_EQ(result.tokens, 5 * c.T);
+    losses.push_back(result.loss);
+    CHECK_EQ(result.loss, losses[0]);
+    CHECK_EQ(Float::validate(m, data, 1000 * c.T).tokens, 7 * c.T);
+    // Against the windows one by one, and routes: each row of weights sums to 1.
+    double sum = 0;
+    std::vector<int> in(c.T), target(c.T);
+    for (size_t w = 0; w < 5; w++) {
+      for (size_t t = 0; t < c.T; t++) in[t] = tokens[w * c.T + t], target[t] = tokens[w * c.T + t + 1];
+      Float::loss(m, in.data(), target.data(), 1, c.T, nullptr);
+      for (size_t t = 0; t < c.T; t++) sum += double(m.acts.losses[t]);
+    }
+    CHECK_EQ(result.loss, sum / double(5 * c.T));
+    CHECK_EQ(result.routes.qk.size(), c.L);
+    for (size_t l = 0; l < c.L; l++) {
+      double qk = 0, v = 0;
+      for (double p : result.routes.qk[l]) qk += p;
+      for (double p : result.routes.v[l]) v += p;
+      CHECK_CLOSE(qk, 1, 1e-6);
+      CHECK_CLOSE(v, 1, 1e-6);
+    }
+    Float::free(m);
+  }
+  printf("  loss %.9g for B = 1, 2, 3, 8\n", losses[0]);
+}
+
+// The picture of the routes, from the definition: JS = (KL(p||m) + KL(q||m)) / 2, m = (p + q) / 2, per token.
+void test_route_stats() {
+  TEST("route statistics: mean weights and Jensen-Shannon divergence");
+  for (Arch arch : {Arch::rd, Arch::block, Arch::frozen_v}) {
+    const Config c = small_config(arch, 3, 2);
+    const size_t BT = 2 * c.T;
+    const Params<double> params = random_params(c, 33);
+    const Batch batch(c, 2, 34);
+    auto m = make_model<Double>(c, 2, params);
+    Double::forward(m, batch.tokens.data(), 2, c.T);
+    RouteStats stats;
+    Double::add_route_stats(stats, m, BT);
+    Double::add_route_stats(stats, m, BT);  // adds
+    const auto run = reference::run_model(c, params, batch.tokens, batch.targets, 2, c.T);
+    for (size_t l = 0; l < c.L; l++) {
+      const auto &routes = run.routes[2 * l], &last = run.routes[2 * l];
+      const size_t K = routes[0].p.size() / BT;
+      std::vector<double> qk(K), v(K);
+      double divergence = 0;
+      for (size_t i = 0; i < BT * K; i++) {
+        const double p = routes.front().p[i], q = last.back().p[i], mid = (p + q) / 2;
+        qk[i % K] += 2 * p, v[i % K] += 2 * q;
+        divergence += p * std::log(p / mid) + q * std::log(q / mid);
+      }
+      CHECK_EQ(stats.qk[l].size(), K);
+      CHECK_EQ(stats.v[l].size(), arch == Arch::block ? 0 : K);
+      for (size_t j = 0; j < K; j++) CHECK_CLOSE(stats.qk[l][j], qk[j], 1e-11);
+      for (size_t j = 0; j < stats.v[l].size(); j++) CHECK_CLOSE(stats.v[l][j], v[j], 1e-11);
+      CHECK_CLOSE(stats.js_nats[l], divergence, 1e-11);
+      CHECK((divergence > 0.1) == (arch != Arch::block && l > 0));
+    }
+    Double::free(m);
+  }
+}
+
+// ---- initial weights ---------------------------------------------------------------------------------
+
+void test_initial_weights() {
+  TEST("initial weights: shared by all arms, the documented spread, another seed other weights");
+  std::vector<Float::Model> models;
+  for (Arch arch : ARCHS) {
+    models.emplace_back();
+    Float::create(models.back(), full_config(arch, 2), 1, 37, 5);
+  }
+  Float::Model other;
+  Float::create(other, full_config(Arch::rd, 2), 1, 37, 6);
+  for (const TensorSpec& t : tensor_table(full_config(Arch::rd, 2))) {
+    const float* w = models[0].params.tensor(t.id);
+    for (Float::Model& m : models)
+      if (m.params.tensor(t.id)) CHECK(same_bits(m.params.tensor(t.id), w, t.size()));
+    const std::string name = t.name;
+    const bool writes = name == "wo" || name == "w_down";
+    const bool matrix =
+        writes || name == "wte" || name == "wqk" || name == "wv" || name == "w_gate" || name == "w_up";
+    if (!matrix) {
+      const bool query =
+          name == "attn_route_qk" || name == "attn_route_v" || name == "mlp_route" || name == "out_route";
+      for (size_t i = 0; i < t.size(); i++) CHECK_EQ(w[i], query ? 0.0f : 1.0f);
+      continue;
+    }
+    const size_t n = name == "wte" ? 131 * 48 : t.size();
+    const double want = writes ? 0.02 / std::sqrt(6.0) : 0.02, got = rms(w, n);
+    double mean = 0, kurtosis = 0;
+    for (size_t i = 0; i < n; i++)
+      mean += double(w[i]) / double(n), kurtosis += std::pow(double(w[i]) / got, 4) / double(n);
+    printf("  %-8s deviation %.5f (documented %.5f), mean %+.5f, kurtosis %.2f\n", t.name, got, want, mean,
+           kurtosis);
+    CHECK_CLOSE(got, want, 5 * want / std::sqrt(2.0 * double(n)));
+    CHECK_CLOSE(mean, 0, 5 * want / std::sqrt(double(n)));
+    CHECK_CLOSE(kurtosis, 3, 5 * std::sqrt(24.0 / double(n)));
+    std::set<float> distinct(w, w + n);
+    CHECK(distinct.size() > n * 99 / 100);  // layers are not copies of each other
+    CHECK(!same_bits(w, other.params.tensor(t.id), t.size()));
+  }
+  CHECK(rms(models[0].grads.wte, models[0].num_elements) == 0);
+  CHECK(rms(models[0].adam_m.wte, models[0].num_elements) == 0);
+  CHECK(rms(models[0].adam_v.wte, models[0].num_elements) == 0);
+  for (Float::Model& m : models) Float::free(m);
+  Float::free(other);
+}
+
+void test_padding() {
+  TEST("padding rows of wte: never read, never a gradient, never moved");
+  const Config c = full_config(Arch::rd, 2);
+  auto m = make_model<Float>(c, 2, random_params(c, 35));
+  const size_t used = c.V * c.C, all = c.Vp() * c.C;
+  CHECK(all > used);
+  for (size_t i = used; i < all; i++) CHECK_EQ(m.params.wte[i], 0.0f);
+  for (size_t step = 1; step <= 3; step++) {
+    const Batch batch(c, 2, step);
+    Float::loss_and_gradients(m, batch.tokens.data(), batch.targets.data(), 2, c.T, 1);
+    for (size_t i = used; i < all; i++) CHECK_EQ(m.grads.wte[i], 0.0f);
+    for (size_t v = 0; v < c.V; v++) CHECK(rms(m.grads.wte + v * c.C, c.C) > 0);
+    Float::update(m, step, 1, 1e-2, 0.1, 1);
+    for (size_t i = used; i < all; i++) CHECK_EQ(m.params.wte[i], 0.0f);
+  }
+  const Batch batch(c, 2, 36);
+  Float::zero_grad(m);
+  CHECK(rms(m.grads.wte, m.num_elements) == 0);
+  const double clean = Float::loss_and_gradients(m, batch.tokens.data(), batch.targets.data(), 2, c.T, 1);
+  const std::vector<float> gradients = all_of(m.grads.wte, m.num_elements);
+  for (size_t i = used; i < all; i++) m.params.wte[i] = NAN;
+  Float::zero_grad(m);
+  CHECK_EQ(Float::loss_and_gradients(m, batch.tokens.data(), batch.targets.data(), 2, c.T, 1), clean);
+  CHECK(same_bits(gradients, all_of(m.grads.wte, m.num_elements)));
+  Float::free(m);
+}
+
+// ---- the optimiser -----------------------------------------------------------------------------------
+
+void test_decay() {
+  TEST("weight decay touches exactly the matrices; the query multiplier exactly the queries");
+  const std::set<std::string> decayed = {"wte", "wqk", "wv", "wo", "w_gate", "w_up", "w_down"};
+  const std::set<std::string> queries = {"attn_route_qk", "attn_route_v", "mlp_route", "out_route"};
+  for (Arch arch : ARCHS) {
+    const Config c = small_config(arch, 3, 2);
+    const Params<double> params = random_params(c, 37);
+    auto m = make_model<Double>(c, 1, params);
+    Double::update(m, 1, 1, 0.5, 0.1, 3);  // gradients are zero
+    for (const TensorSpec& t : tensor_table(c)) {
+      if (!t.present) continue;
+      const double factor = decayed.count(t.name) ? 1 - 0.5 * 0.1 : 1;
+      for (size_t i = 0; i < t.size(); i++)
+        CHECK_CLOSE(m.params.tensor(t.id)[i], factor * params.at(t.name)[i], factor == 1 ? 0 : 1e-15);
+    }
+    set_params(m, params);
+    std::fill(m.grads.wte, m.grads.wte + m.num_elements, -2.0);
+    Double::update(m, 1, 0.5, 1e-3, 0, 3);  // the first step moves everything by lr against the gradient's sign
+    for (const TensorSpec& t : tensor_table(c)) {
+      if (!t.present) continue;
+      const double move = queries.count(t.name) ? 3e-3 : 1e-3;
+      for (size_t i = 0; i < t.size(); i++)
+        CHECK_CLOSE(m.params.tensor(t.id)[i] - params.at(t.name)[i], move, 1e-10);
+    }
+    Double::free(m);
+  }
+}
+
+// From the paper's formulas, in double; the float build may lose a few roundings.
+void test_adamw() {
+  TEST("AdamW against a plain double loop: step 1, early, a million");
+  const size_t n = 1003;
+  for (size_t step : {1, 2, 10, 1000, 1000000}) {
+    Random random(step);
+    const double lr = 0.01, decay = 0.1, scale = 0.7;
+    std::vector<double> p = random.normals(n), m(n), v(n), g = random.normals(n, 0, 0.1);
+    if (step > 1)
+      for (size_t i = 0; i < n; i++)
+        m[i] = random.normal(0, 0.05), v[i] = double(float(std::fabs(random.normal(0, 0.01))));
+    g[0] = 0, m[0] = 0, v[0] = 0;
+    std::vector<float> fp(p.begin(), p.end()), fm(m.begin(), m.end()), fv(v.begin(), v.end()),
+        fg(g.begin(), g.end());
+    std::vector<double> dp = p, dm = m, dv = v;
+    Float::adamw(fp.data(), fm.data(), fv.data(), fg.data(), n, scale, lr, decay, step);
+    Double::adamw(dp.data(), dm.data(), dv.data(), g.data(), n, scale, lr, decay, step);
+    double worst[2] = {};
+    for (size_t i = 0; i < n; i++) {
+      const double gi = scale * g[i];
+      const double mi = 0.9 * m[i] + 0.1 * gi, vi = 0.95 * v[i] + 0.05 * gi * gi;
+      const double mhat = mi / (1 - std::pow(0.9, double(step))),
+                   vhat = vi / (1 - std::pow(0.95, double(step)));
+      const double pi = p[i] - lr * (mhat / (std::sqrt(vhat) + 1e-8) + decay * p[i]);
+      auto note = [&](double& w, double a, double b, double unit) {
+        w = std::fmax(w, std::fabs(a - b) / unit);
+      };
+      note(worst[0], double(fp[i]), pi, std::fmax(1, std::fabs(pi)));
+      note(worst[0], double(fm[i]), mi, 0.1), note(worst[0], double(fv[i]), vi, 0.01);
+      note(worst[1], dp[i], pi, std::fmax(1, std::fabs(pi)));
+      note(worst[1], dm[i], mi, 0.1), note(worst[1], dv[i], vi, 0.01);
+    }
+    printf("  step %-7zu error: float %.1e, double %.1e\n", step, worst[0], worst[1]);
+    CHECK_CLOSE(worst[0], 0, ROUNDINGS * epsilon<float>());
+    CHECK_CLOSE(worst[1], 0, ROUNDINGS * epsilon<double>());
+  }
+}
+
+void test_grad_norm() {
+  TEST("gradient norm: all tensors, the same bits for any number of threads");
+  const Config c = full_config(Arch::rd, 2);
+  auto m = make_model<Float>(c, 1, random_params(c, 38));
+  long double sum = 0;
+  Random random(39);
+  for (size_t i = 0; i < m.num_elements; i++) {
+    m.grads.wte[i] = float(random.normal());
+    sum += (long double)(m.grads.wte[i]) * (long double)(m.grads.wte[i]);
+  }
+  const double norm = Float::norm(m);
+  printf("  %zu numbers: %.12f, exactly %.12f\n", m.num_elements, norm, double(std::sqrt(sum)));
+  CHECK_CLOSE(norm, double(std::sqrt(sum)), 1e-12 * norm);
+  for (int threads : {2, 3, 8}) {
+    set_threads(threads);
+    CHECK_EQ(Float::norm(m), norm);
+  }
+  set_threads(1);
+  // Every element counts: the first and last of every tensor.
+  for (const TensorSpec& t : tensor_table(c))
+    for (size_t i : {size_t(0), t.size() - 1}) {
+      Float::zero_grad(m);
+      m.grads.tensor(t.id)[i] = 3;
+      CHECK_EQ(Float::norm(m), 3.0);
+    }
+  Float::free(m);
+}
+
+void test_find_non_finite() {
+  TEST("a gradient that is not finite is found, with tensor and layer");
+  for (Arch arch : ARCHS) {
+    const Config c = small_config(arch, 3, 2);
+    auto m = make_model<Float>(c, 1, random_params(c, 40));
+    CHECK_EQ(Float::find_non_finite(m), std::string());
+    for (const TensorSpec& t : tensor_table(c)) {
+      if (!t.present) continue;
+      for (size_t l = 0; l < (t.per_layer ? c.L : 1); l++)
+        for (float bad : {float(NAN), float(INFINITY), -float(INFINITY)}) {
+          const size_t per_layer = t.size() / (t.per_layer ? c.L : 1);
+          for (size_t i : {l * per_layer, (l + 1) * per_layer - 1}) {
+            m.grads.tensor(t.id)[i] = bad;
+            const std::string name = t.name;
+            CHECK_EQ(Float::find_non_finite(m), t.per_layer ? format("%s, layer %zu", t.name, l) : name);
+            CHECK(!std::isfinite(Float::norm(m)));
+            m.grads.tensor(t.id)[i] = 0;
+          }
+        }
+    }
+    Float::free(m);
+  }
+}
+
+// ---- sizes -------------------------------------------------------------------------------------------
+
+void test_parameter_count() {
+  TEST("parameter counts of the paper's sizes");
+  struct Want { size_t L, C, NH, F, S, V; Arch arch; size_t embedding, layers, routes, total; };
+  const Want wants[] = {
+      {16, 576, 9, 2880, 4, 32768, Arch::rd, 18874368, 100878912, 47232, 119800512},
+      {16, 576, 9, 2880, 4, 32768, Arch::block, 18874368, 100878912, 47232 - 9216, 119800512 - 9216},
+      {16, 576, 9, 2880, 4, 32768, Arch::tied, 18874368, 100878912, 47232 - 9216, 119800512 - 9216},
+      {16, 576, 9, 2880, 4, 32768, Arch::average, 18874368, 100878912, 47232, 119800512},
+      {16, 576, 9, 2880, 4, 32768, Arch::frozen_v, 18874368, 100878912, 47232 - 9216, 119800512 - 9216},
+      {16, 576, 9, 2880, 4, 32768, Arch::residual, 18874368, 100878912, 0, 119753280},
+      {16, 576, 9, 2880, 4, 50257, Arch::rd, 28948032, 100878912, 47232, 129874176},
+      {24, 832, 13, 4160, 6, 32768, Arch::rd, 27262976, 315694912, 101504, 343059392},
+      {24, 832, 13, 4160, 6, 50257, Arch::rd, 41813824, 315694912, 101504, 357610240},
+  };
+  for (const Want& want : wants) {
+    const Config c = config_of(want.arch, want.L, want.S, want.C, want.NH, want.F, 1024, want.V);
+    const ParamCount count = count_params(c);
+    printf("  L=%zu C=%zu V=%zu %-9s %zu\n", want.L, want.C, want.V, name_of(want.arch), count.total);
+    CHECK_EQ(count.embedding, want.embedding);
+    CHECK_EQ(count.layers, want.layers);
+    CHECK_EQ(count.routes, want.routes);
+    CHECK_EQ(count.total, want.total);
+  }
+  // What is allocated is what is counted, and the padding.
+  for (Arch arch : ARCHS) {
+    const Config c = full_config(arch, 2);
+    Float::Model m;
+    Float::create(m, c, 1, c.T, 1);
+    CHECK_EQ(m.num_elements, count_params(c).total + (c.Vp() - c.V) * c.C);
+    Float::free(m);
+  }
+}
+
+// No buffer grows with the square of the context, and none holds the logits of a whole batch.
+void test_memory() {
+  TEST("activation memory is linear in the context and holds no (B*T,V) array");
+  for (Arch arch : ARCHS) {
+    const Config c = config_of(arch, 16, 4, 576, 9, 2880, 1 << 20, 200000);
+    cpu_float::Activations acts = {};
+    size_t bytes[2] = {};
+    for (int doubled : {0, 1}) {
+      const size_t T = size_t(1) << (20 + doubled);
+      cpu_float::for_each_activation(acts, c, 4, T,
+                                     [&](const char*, float*&, size_t n) { bytes[doubled] += n * 4; });
+    }
+    const size_t per_token = (bytes[1] - bytes[0]) / (size_t(4) << 20);
+    printf("  %-9s %zu bytes a token\n", name_of(arch), per_token);
+    CHECK(bytes[1] < 2 * bytes[0]);
+    CHECK(per_token < 16 * 4 * (20 * 576 + 4 * 2880));
+    CHECK(bytes[1] > size_t(1) << 32);
+  }
+}
+
+// ---- checkpoint --------------------------------------------------------------------------------------
+
+void test_checkpoint() {
+  TEST("checkpoint: parameters and both moments come back where they were, bit for bit");
+  char folder[] = "/tmp/rdattnres_test_XXXXXX";
+  if (!CHECK(mkdtemp(folder) != nullptr)) return;
+  const std::string path = std::string(folder) + "/model.safetensors";
+  for (Arch arch : ARCHS) {
+    const Config c = small_config(arch, 3, 4);
+    auto m = make_model<Float>(c, 1, random_params(c, 41));
+    Random random(42);
+    for (size_t i = 0; i < m.num_elements; i++)
+      m.adam_m.wte[i] = float(random.normal()), m.adam_v.wte[i] = float(random.uniform());
+    Float::save(m, path, config_to_metadata(c));
+    Float::Model with, without;
+    Float::create(with, c, 1, c.T, 99), Float::create(without, c, 1, c.T, 99);
+    Checkpoint checkpoint = Checkpoint::open(path);
+    Float::load(with, checkpoint, true);
+    Float::load(without, checkpoint, false);
+    const size_t n = m.num_elements;
+    CHECK(same_bits(with.params.wte, m.params.wte, n) && same_bits(without.params.wte, m.params.wte, n));
+    CHECK(same_bits(with.adam_m.wte, m.adam_m.wte, n) && same_bits(with.adam_v.wte, m.adam_v.wte, n));
+    CHECK(rms(without.adam_m.wte, n) == 0 && rms(without.adam_v.wte, n) == 0);
+    for (Float::Model* model : {&m, &with, &without}) Float::free(*model);
+  }
+  unlink(path.c_str()), rmdir(folder);
+}
+
+int main() {
+  set_threads(1);  // cases that compare thread counts set their own
+  test_against_reference();
+  test_full_size_against_reference();
+  test_central_differences();
+  test_tied_is_block();
+  test_threads();
+  test_zero_queries();
+  test_source_table();
+  test_who_sees_a_block();
+  test_depth_causality();
+  test_roles();
+  test_arms();
+  test_first_site();
+  test_accumulation();
+  test_batch_shape();
+  test_time_causality();
+  test_context();
+  test_validation();
+  test_route_stats();
+  test_initial_weights();
+  test_padding();
+  test_decay();
+  test_adamw();
+  test_grad_norm();
+  test_find_non_finite();
+  test_parameter_count();
+  test_memory();
+  test_checkpoint();
+  return finish();
+}
