@@ -3,11 +3,14 @@
 
 The trainer shows its loss in the log, and its gradients in a checkpoint: after one step from zero moments, without
 clipping, adam_m is (1 - 0.9) times the gradient. Both are compared with PyTorch in float64, and must be as near to
-it as PyTorch's own float32 is, up to a small factor; both distances are printed.
+it as PyTorch's own float32 is, up to a small factor; both distances are printed. How far float32 is off depends on
+luck where a sum happens to cancel, so PyTorch tries several times: with the channels in another order the model is
+the same and the roundings are not.
 """
 import contextlib
 import io
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -30,8 +33,9 @@ from rdattnres import ARCHES, Config, RDAttnRes, load_windows, loss_and_gradient
 import test_doc  # noqa: E402
 
 torch.set_num_threads(1)
-FACTOR = 4        # our float32 error may be this many times PyTorch's float32 error ...
+FACTOR = 8        # our float32 error may be this many times PyTorch's float32 error ...
 FLOOR = 2.0**-22  # ... or this, relative: adam_m has been rounded twice more on its way here
+ORDERS = 5
 BATCH = 3
 
 
@@ -46,15 +50,14 @@ def random_parameters(config, seed):
         elif "route" in name:
             x *= 0.4
         else:
-            x *= 1 if name == "wte" else shape[-1] ** -0.5
+            x *= 0.2 if name == "wte" else shape[-1] ** -0.5
         params[name] = x.astype(np.float32)
     params["wte"][config.V:] = 0
     return params
 
 
 def write_checkpoint(path, config, params):
-    metadata = {f: str(getattr(config, f)) for f in Config.__annotations__}
-    save_file({"model." + n: x for n, x in params.items()}, str(path), metadata)
+    save_file({"model." + n: x for n, x in params.items()}, str(path), config.to_metadata())
 
 
 def write_shard(path, tokens):
@@ -70,14 +73,35 @@ def relative_error(got, want):
     return (got - want).norm().item() / size if size else (0.0 if got.norm().item() == 0 else float("inf"))
 
 
+def permuted(tensors, order):
+    """The same model with its channels in another order; heads and feed-forward channels stay where they are."""
+    return {n: x.index_select(1 if n in ("wo", "w_down") else x.dim() - 1, order) for n, x in tensors.items()}
+
+
+def plain_errors(checkpoint, batch, loss, grads):
+    """The worst errors of PyTorch in float32 over several orders of the channels: of the loss, {of each gradient}."""
+    model = RDAttnRes.from_checkpoint(checkpoint, torch.float32)
+    params = {n: p.detach().clone() for n, p in model.named_parameters()}
+    loss_error, errors = 0.0, dict.fromkeys(grads, 0.0)
+    for n in range(ORDERS):
+        order = torch.from_numpy(np.random.default_rng(n).permutation(model.config.C))
+        model.load_state_dict(permuted(params, order))
+        loss32, grads32 = loss_and_gradients(model, *batch)
+        loss_error = max(loss_error, abs(loss32 - loss) / loss)
+        for name, g in permuted(grads32, order.argsort()).items():
+            errors[name] = max(errors[name], relative_error(g, grads[name]))
+    return loss_error, errors
+
+
 def trainer(folder, arch, config, *flags):
     """Runs the CPU trainer on config; its whole output is in the exception if it fails."""
     sizes = dict(layers=config.L, width=config.C, heads=config.NH, ffn=config.F, block_size=config.S, context=config.T,
                  vocab=config.V, batch=BATCH, total_batch=BATCH * config.T)
-    command = [str(TRAINER), "--arch", arch, "--out", str(folder), "--quiet"]
+    command = [str(TRAINER), "--arch", arch, "--out", str(folder), "--quiet", "--sample-tokens", "0"]
     for name, value in sizes.items():
         command += ["--" + name.replace("_", "-"), str(value)]
-    result = subprocess.run([*command, *map(str, flags)], capture_output=True, text=True)
+    result = subprocess.run([*command, *map(str, flags)], capture_output=True, text=True, errors="replace",
+                            env={**os.environ, "OMP_NUM_THREADS": "1"})  # too small a model for more
     assert result.returncode == 0, f"{' '.join(command)}: exit {result.returncode}: {result.stderr or result.stdout}"
 
 
@@ -91,13 +115,13 @@ def compare_with_trainer(arch, S, folder):
     batch = load_windows(shard, config.T, BATCH)
 
     loss, grads = loss_and_gradients(RDAttnRes.from_checkpoint(checkpoint, torch.float64), *batch)
-    loss32, grads32 = loss_and_gradients(RDAttnRes.from_checkpoint(checkpoint, torch.float32), *batch)
+    plain, plain_grads = plain_errors(checkpoint, batch, loss, grads)
 
     trainer(folder / "val", arch, config, "--init-from", checkpoint, "--val", shard, "--steps", 0)
     events = [json.loads(line) for line in (folder / "val/log.jsonl").read_text().splitlines()]
     got = [e["loss"] for e in events if e["event"] == "val"][-1]
-    ours, plain = abs(got - loss) / loss, abs(loss32 - loss) / loss
-    print(f"    {arch:8} S={S} loss {got:.9g}, PyTorch float64 {loss:.9g}: error {ours:.1e}, of PyTorch float32 {plain:.1e}")
+    ours = abs(got - loss) / loss
+    print(f"    {arch:8} S={S} loss {got:.9g}, PyTorch float64 {loss:.9g}: error {ours:.1e}, of float32 there {plain:.1e}")
     assert ours <= max(FACTOR * plain, FLOOR)
 
     trainer(folder / "step", arch, config, "--init-from", checkpoint, "--train", shard, "--steps", 1, "--clip", 0,
@@ -106,10 +130,10 @@ def compare_with_trainer(arch, S, folder):
         names = {n.removeprefix("adam_m.") for n in file.keys() if n.startswith("adam_m.")}
         assert names == set(grads), f"tensors in the checkpoint: {names ^ set(grads)} in one only"
         moments = {n: file.get_tensor("adam_m." + n) for n in names}
-    rows = [(n, relative_error(moments[n] / 0.1, g), relative_error(grads32[n], g)) for n, g in grads.items()]
+    rows = [(n, relative_error(moments[n] / 0.1, g), plain_grads[n]) for n, g in grads.items()]
     name, ours, plain = max(rows, key=lambda row: row[1] / max(FACTOR * row[2], FLOOR))
     print(f"    {arch:8} S={S} gradients of {len(rows)} tensors, the worst {name}: error {ours:.1e}, "
-          f"of PyTorch float32 {plain:.1e}")
+          f"of float32 there {plain:.1e}")
     assert ours <= max(FACTOR * plain, FLOOR), f"{name}: {ours} against {plain}"
     for n, zero in (("wte", moments["wte"][config.V:]), *((n, m[0]) for n, m in moments.items() if "attn_route" in n)):
         assert zero.abs().max() == 0, f"{n}: padding rows and the first layer's routes have no gradient"

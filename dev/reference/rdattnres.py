@@ -7,7 +7,7 @@ trainers derive by hand, so it is also their independent check (tests/test_refer
     python dev/reference/rdattnres.py CKPT SHARD [--windows N] [--double]     # loss on the first windows
 """
 import argparse
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 import torch
@@ -29,6 +29,15 @@ class Config:
     S: int     # sublayers per block of the depth memory
     T: int     # context length
     V: int     # vocabulary
+
+    METADATA = ("arch", "layers", "width", "heads", "ffn", "block-size", "context", "vocab")  # names in a checkpoint
+
+    @classmethod
+    def from_metadata(cls, metadata):
+        return cls(metadata["arch"], *(int(metadata[name]) for name in cls.METADATA[1:]))
+
+    def to_metadata(self):
+        return dict(zip(self.METADATA, map(str, astuple(self))))
 
     def shapes(self):
         """Every parameter of this arch and its shape. Weights are (out, in): y = x @ W.T."""
@@ -76,9 +85,7 @@ class RDAttnRes(nn.Module):
     @classmethod
     def from_checkpoint(cls, path, dtype=torch.float32):
         with safe_open(path, "pt") as file:
-            metadata = file.metadata()
-            fields = {f: t(metadata[f]) for f, t in Config.__annotations__.items()}
-            model = cls(Config(**fields)).to(dtype)
+            model = cls(Config.from_metadata(file.metadata())).to(dtype)
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     value = file.get_tensor("model." + name)
