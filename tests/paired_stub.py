@@ -4,8 +4,8 @@
 Takes the trainer's flags, writes log.jsonl and checkpoint files as the trainer does, and can be killed and
 resumed; its losses are a formula of arm, seed and step, so the right answers of the analysis are known. The
 environment makes it misbehave: STUB_FAIL="rd-s2@7" exits with status 1 at step 7 of that run, every time;
-STUB_KILL likewise kills itself, once; STUB_NAN writes a null loss and exits; STUB_LR="rd-s2" trains that run
-with another learning rate than asked; STUB_MS sleeps so long a step.
+STUB_KILL likewise kills itself, once; STUB_NAN says that a loss is not finite and exits; STUB_LR="rd-s2"
+trains that run with another learning rate than asked; STUB_MS sleeps so long a step.
 """
 
 import json
@@ -67,6 +67,7 @@ def main():
                 "routes",
                 step=step,
                 tokens=step * tokens,
+                split="val",
                 qk=qk,
                 v=v,
                 js_nats=js,
@@ -82,9 +83,12 @@ def main():
 
     stop = []
     signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+    now = ("out", "resume", "quiet")  # about this call only
+    options = {k.replace("_", "-"): v for k, v in flags.items() if k not in now}
+    if os.environ.get("STUB_LR") == run:
+        options["lr"] = "0.5"
+    event("config", options=options, parameters=1000 + (arch == "rd"), layers=900, routes=int(arch == "rd"))
     if start == 0:
-        lr = 0.5 if os.environ.get("STUB_LR") == run else float(flags.get("lr", 0.01))
-        event("config", **dict(flags, lr=lr, parameters=1000 + (arch == "rd")))
         validate(0)
     for step in range(start + 1, steps + 1):
         time.sleep(float(os.environ.get("STUB_MS", "0")) / 1000)
@@ -97,7 +101,9 @@ def main():
             log.flush()
             os.kill(os.getpid(), signal.SIGKILL)
         if told("STUB_NAN", step):
-            event("step", step=step, tokens=step * tokens, loss=None, norm=None, lr=0.1, ms=1.0, tok_s=1000)
+            print(
+                "error: step %d: loss nan, gradient norm nan; expected finite numbers" % step, file=sys.stderr
+            )
             return 1
         value = loss(arch, seed, step - 1)
         event(

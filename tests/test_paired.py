@@ -57,7 +57,7 @@ def check(condition, text):
 
 
 def equal(got, want, text):
-    check(got == want, "%s: got %r, expected %r" % (text, got, want))
+    check(got == want, "%s: got %.600s, expected %.600s" % (text, repr(got), repr(want)))
 
 
 def close(got, want, tolerance, text):
@@ -362,13 +362,15 @@ def _(place):
         return study_module.Log(path)
 
     step = '{"event":"step","step":%d,"tokens":1,"loss":%s}'
-    got = log('{"event":"config","lr":0.1}', step % (1, 5), step % (2, 4), step % (2, 3), '{"event":"st')
-    equal((got.last_step(), got.steps[2]["loss"], got.diverged()), (2, 3, None), "cut line")
-    equal(log(step % (1, 5), step % (2, "null")).diverged(), 2, "null loss")
-    equal(log(step % (1, 5), step % (2, "1e999")).diverged(), 2, "infinite loss")
+    got = log(
+        '{"event":"config","options":{"lr":0.1}}', step % (1, 5), step % (2, 4), step % (2, 3), '{"event":"st'
+    )
+    equal((got.last_step(), got.steps[2]["loss"], got.diverged_at), (2, 3, None), "cut line")
+    equal(log(step % (1, 5), step % (2, "null")).diverged_at, 2, "null loss")
+    equal(log(step % (1, 5), step % (2, "1e999")).diverged_at, 2, "infinite loss")
     refused(lambda: log("{nonsense", step % (1, 5)), ":1:", "not a log event")
     refused(
-        lambda: log('{"event":"config","lr":0.1}', '{"event":"config","lr":0.2}', ""),
+        lambda: log('{"event":"config","options":{"lr":0.1}}', '{"event":"config","options":{"lr":0.2}}', ""),
         "resumed with other settings",
         "lr 0.1 against 0.2",
     )
@@ -481,12 +483,42 @@ def _(place):
     path = os.path.join(place.root, "a-rd-s1", "log.jsonl")
     lines = place.log_lines("a-rd-s1")
     config = json.loads(lines[0])
-    config["data_order"] = "backwards"
+    config["options"]["data_order"] = "backwards"
     with open(path, "w") as f:
         f.write("\n".join([json.dumps(config)] + lines[1:]) + "\n")
     for status, text in (place.run(), place.analyse()):
         equal(status, 1, text)
         check("a-block-s1 and a-rd-s1 must not be compared" in text and "data_order" in text, text)
+
+
+@test("a pair made by two different programs is refused; pairs of different seeds may have different ones")
+@in_place()
+def _(place):
+    other = os.path.join(place.folder, "other.py")
+    shutil.copy(STUB, other)
+    with open(other, "a") as f:
+        f.write("# rebuilt\n")
+    equal(place.run("--only=-s1")[0], 0, "seed 1 with the first")
+    equal(place.run("--only=-s2", "--trainer", other)[0], 0, "seed 2 with the other")
+    place.report()
+    shutil.rmtree(os.path.join(place.root, "a-rd-s2"))
+    os.remove(os.path.join(place.root, "runner", "a-rd-s2.launches.jsonl"))
+    status, text = place.run()
+    equal(status, 1, text)
+    check("a-block-s2 and a-rd-s2 must not be compared" in text and "trainer" in text, text)
+    # resumed with another program: both are on record, unless nothing of the first's work is left
+    run = place.study().runs[1]
+    path = os.path.join(place.root, "runner", run.name + ".launches.jsonl")
+
+    def programs(*launches):
+        with open(path, "w") as f:
+            for begin, trainer in launches:
+                f.write(json.dumps({"from": begin, "trainer": trainer}) + "\n")
+        return study_module.state_of(run, place.root)[1].config["trainer"]
+
+    equal(programs((0, "A"), (10, "B")), "A+B", "A's steps 1 to 10 are in the run")
+    equal(programs((0, "A"), (0, "B")), "B", "nothing of A is")
+    equal(programs((0, "A"), (10, "B"), (10, "A")), "A", "nothing of B is")
 
 
 @test("a study whose flags were changed does not take over the old runs")
@@ -601,11 +633,9 @@ def _(place):
     shutil.rmtree(place.root)
     equal(place.run()[0], 0, "again")
     whole = place.log_lines("a-rd-s1")
-    equal(
-        [line for line in broken if "checkpoint" not in line or "config" in line],
-        [line for line in whole if "checkpoint" not in line or "config" in line],
-        "log",
-    )
+    again = [line for line in broken if line.startswith('{"event": "config"')]
+    equal(again, [whole[0]] * 2, "the resumed run states its settings again")
+    equal([line for line in broken if line not in again], whole[1:], "log")
 
 
 @test("a trainer killed before its first checkpoint begins again")
@@ -1147,7 +1177,9 @@ def _(place):
 @test("watch draws loss, difference to block and a line a run, within the width asked for")
 @in_place(arms=("block", "rd", "residual"), seeds=(1,))
 def _(place):
-    place.run(STUB_NAN="residual-s1@8")
+    place.run(STUB_FAIL="residual-s1@8")
+    with open(os.path.join(place.root, "a-residual-s1", "log.jsonl"), "a") as f:
+        f.write('{"event":"step","step":8,"tokens":256,"loss":null,"norm":null,"lr":0.1,"ms":1,"tok_s":1}\n')
     done = subprocess.run(
         [
             sys.executable,

@@ -30,6 +30,7 @@ from study import (
     check_against_study,
     check_comparable,
     is_number,
+    read_notes,
     read_summaries,
     state_of,
     without_folders,
@@ -198,7 +199,7 @@ def summarise(state, log):
     numbers = [e for e in steps if is_number(e.get("loss"))]
     summary = {
         "state": state,
-        "diverged_at": log.diverged(),
+        "diverged_at": log.diverged_at,
         "step": log.last_step(),
         "config": without_folders(log.config or {}),
         "first_loss": log.first_loss(),
@@ -211,11 +212,11 @@ def summarise(state, log):
         event = log.val[(split, step)]
         if is_number(event.get("loss")):
             summary["val"].setdefault(split, []).append([step, event["tokens"], event["loss"], event["count"]])
-    for step in sorted(log.routes):
-        event = log.routes[step]
-        if event.get("js_nats"):
-            summary["js"].append([step, log.routes[step].get("tokens"), event["js_nats"]])
-        summary["routes"] = {k: event.get(k) for k in ("step", "qk", "v", "js_nats", "js_bits")}
+    for split, step in sorted(log.routes):
+        event = log.routes[(split, step)]
+        if split == "val":
+            summary["js"].append([step, event["tokens"], event["js_nats"]])
+            summary["routes"] = {k: event[k] for k in ("step", "qk", "v", "js_nats", "js_bits")}
     settled = [e for e in steps[1:] if is_number(e.get("tok_s"))]  # the first step also warms up
     speed = (
         {
@@ -226,14 +227,6 @@ def summarise(state, log):
         else {}
     )
     return summary, speed
-
-
-def read_attempts(root, run):
-    try:
-        with open(os.path.join(root, "runner", run.name + ".attempts.jsonl"), encoding="utf-8") as f:
-            return [json.loads(line) for line in f if line.endswith("\n")]
-    except FileNotFoundError:
-        return []
 
 
 def collect(study, root, results):
@@ -250,7 +243,7 @@ def collect(study, root, results):
         check_against_study(run, log.config, run.folder(root))
         summary, speed = summarise(state, log)
         write_json(os.path.join(results, "summaries", run.name + ".json"), summary)
-        attempts = read_attempts(root, run)
+        attempts = read_notes(root, run, "attempts")
         if attempts:
             speed.update(
                 peak_bytes=max(a["peak_bytes"] for a in attempts),

@@ -333,9 +333,10 @@ def draw_routes(results, folder):
             1, 3, figsize=(2.2 + 3 * max(2.4, 0.52 * len(names)), 1.7 + max(1.8, 0.33 * layers))
         )
         most = max(max(abs(x) for x in row) for row in difference) or 1.0
+        high = max([p for rows in (qk, v) for row in rows[1:] for p in row] or [1.0])  # layer 0 is always 1
         for ax, rows, title, options in (
-            (axes[0], qk, "QK route", dict(cmap="cividis", vmin=0, vmax=1)),
-            (axes[1], v, "V route", dict(cmap="cividis", vmin=0, vmax=1)),
+            (axes[0], qk, "QK route", dict(cmap="cividis", vmin=0, vmax=high)),
+            (axes[1], v, "V route", dict(cmap="cividis", vmin=0, vmax=high)),
             (axes[2], difference, "V − QK", dict(cmap="PuOr_r", vmin=-most, vmax=most)),
         ):
             cells = grid(rows)
@@ -348,7 +349,7 @@ def draw_routes(results, folder):
             ax.set_xticklabels(names, rotation=45, ha="right", fontsize=8.5)
             ax.set_yticks(range(layers))
             ax.set_title(title)
-            if layers * len(names) <= 120:
+            if layers * len(names) <= 240:
                 for l, row in enumerate(cells):
                     for j, p in enumerate(row):
                         if not math.isnan(p):

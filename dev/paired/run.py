@@ -14,17 +14,19 @@ launched, and after every run, the logs are checked: runs that differ in more th
 so the study stops.
 
 A run's folder belongs to the trainer. What the runner knows lies beside it, in <root>/runner: the trainer's
-output (<run>.txt), one line per attempt (<run>.attempts.jsonl), and the lock that keeps two runners off one
-run.
+output (<run>.txt), a line for each launch and each end (<run>.launches.jsonl, <run>.attempts.jsonl), and the
+lock that keeps two runners off one run.
 
 Exit status: 0 all runs finished, 1 something failed, 2 wrong usage, 130 interrupted. Standard library only.
 """
 
 import argparse
 import fcntl
+import hashlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,6 +40,7 @@ from study import (
     check_comparable,
     checkpoints,
     command,
+    read_notes,
     read_summaries,
     state_of,
     without_folders,
@@ -84,13 +87,6 @@ class Runner:
                 config = without_folders(config)
             rows.append((run.name, run.seed, run.size, config, first))
         check_comparable(rows)
-
-    def attempts(self, run):
-        try:
-            with open(self.note(run, "attempts.jsonl"), encoding="utf-8") as f:
-                return [json.loads(line) for line in f if line.endswith("\n")]
-        except FileNotFoundError:
-            return []
 
     def note(self, run, kind):
         return os.path.join(self.notes, "%s.%s" % (run.name, kind))
@@ -144,16 +140,16 @@ class Runner:
             return False
         if self.interrupted:
             return False
-        before = self.attempts(run)[:-1]
+        before = read_notes(self.root, run, "attempts")[:-1]
         reason = (
-            "stopped being a number at step %d" % log.diverged()
+            "stopped being a number at step %d" % log.diverged_at
             if state == "diverged"
             else "trainer ended with status %d after step %d" % (record["status"], record["reached"])
         )
         repeated = bool(before) and not before[-1]["interrupted"] and before[-1]["reached"] == record["reached"]
         recent = [a for a in before + [record] if not a["interrupted"]][-ATTEMPTS_WITHOUT_PROGRESS:]
         stuck = len(recent) == ATTEMPTS_WITHOUT_PROGRESS and len({a["from"] for a in recent}) == 1
-        self.say(run, "FAILED: %s; %s" % (reason, last_line(self.note(run, "txt"))))
+        self.say(run, "FAILED: %s; it said: %s" % (reason, record["message"] or "nothing"))
         if not repeated and not stuck:
             return True
         message = "%s failed %s (%s); see %s" % (
@@ -229,9 +225,11 @@ class Attempt:
             "seconds": 0.0,
             "peak_bytes": 0,
             "gpu": slot,
+            "message": "",
             "jobs": len(runner.active) + 1,
         }
         self.begin, self.asked_to_stop = time.time(), False
+        self.note("launches", {"from": start, "trainer": digest(words[0])})
         with open(runner.note(run, "txt"), "ab") as out:
             out.write(("$ %s\n" % " ".join(shlex.quote(w) for w in words)).encode())
             out.flush()
@@ -268,13 +266,17 @@ class Attempt:
             interrupted=self.asked_to_stop,
             seconds=round(time.time() - self.begin, 3),
             peak_bytes=usage.ru_maxrss * unit,
+            message=last_line(self.runner.note(self.run, "txt")),
         )
         log = Log(os.path.join(self.run.folder(self.runner.root), "log.jsonl"))
         self.record["reached"] = max(log.last_step(), self.record["from"])
-        with open(self.runner.note(self.run, "attempts.jsonl"), "a", encoding="utf-8") as f:
-            f.write(json.dumps(self.record) + "\n")
+        self.note("attempts", self.record)
         os.close(self.lock)
         return True
+
+    def note(self, kind, record):
+        with open(self.runner.note(self.run, kind + ".jsonl"), "a", encoding="utf-8") as f:
+            f.write(json.dumps(record) + "\n")
 
     def terminate(self):
         self.asked_to_stop = True
@@ -286,12 +288,20 @@ class Attempt:
 
 
 def last_line(path):
+    """The last line of a trainer's output, the lines that the runner wrote itself left out."""
+    with open(path, encoding="utf-8", errors="replace") as f:
+        lines = [line.strip() for line in f]
+    begin = max(i for i, line in enumerate(lines) if line.startswith("$ "))
+    return ([line for line in lines[begin + 1 :] if line] or [""])[-1][:500]
+
+
+def digest(path):
+    """Which program is this? A few hexadecimal digits of its SHA-256; "?" if it cannot be read."""
     try:
-        with open(path, encoding="utf-8", errors="replace") as f:
-            lines = [line.strip() for line in f if line.strip() and not line.startswith("$ ")]
-        return "it said: " + lines[-1][:200] if lines else "it said nothing"
+        with open(shutil.which(path) or path, "rb") as f:
+            return hashlib.sha256(f.read()).hexdigest()[:16]
     except OSError:
-        return "it said nothing"
+        return "?"
 
 
 # ---- Slurm ---------------------------------------------------------------------------------------------------

@@ -34,9 +34,6 @@ MAY_DIFFER = {
     "arch",
     "out",
     "resume",
-    "event",
-    "step",
-    "tokens",
     "quiet",
     "keep",
     "checkpoint_every",
@@ -46,30 +43,12 @@ MAY_DIFFER = {
     "temperature",
     "top_k",
     "top_p",
-    "threads",
-    "time",
-    "host",
-    "parameters",
-    "parameters_embedding",
-    "parameters_layers",
-    "parameters_routes",
-    "parameters_total",
-    "params",
-    "params_embedding",
-    "params_layers",
-    "params_routes",
-    "params_total",
-    "flops_per_token",
-    "flops_per_step",
-    "memory",
-    "memory_bytes",
-    "peak_flops",
-    "resumed_from",
-    "resume_step",
-    "resumed",
+    "count_parameters",
+    "count_routes",
 }
-# Between seeds of one arm only the seed may differ besides.
-MAY_DIFFER_BETWEEN_SEEDS = MAY_DIFFER | {"seed"}
+# Between seeds of one arm the seed may differ besides, and the program: if it was rebuilt in the middle of a
+# study, only the pairs that it cuts in two are spoilt.
+MAY_DIFFER_BETWEEN_SEEDS = MAY_DIFFER | {"seed", "trainer"}
 
 # With zero queries, where every run starts, all arms compute the same loss up to the norms' eps (well below
 # this); batches that differ give losses that differ. So equal first losses show that a pair saw the same batch.
@@ -248,8 +227,8 @@ class Log:
 
     def __init__(self, path):
         self.path = path
-        self.config, self.done = None, None
-        self.steps, self.val, self.routes = {}, {}, {}  # by step; val by (split, step)
+        self.config, self.done, self.diverged_at = None, None, None
+        self.steps, self.val, self.routes = {}, {}, {}  # by step; the last two by (split, step)
         try:
             with open(path, encoding="utf-8", errors="replace") as f:
                 lines = f.read().split("\n")
@@ -268,7 +247,7 @@ class Log:
                     continue
                 raise StudyError("%s:%d: not a log event: %.60s" % (path, number, line))
             if kind == "config":
-                config = flatten(event)
+                config = settings_of(event)
                 if self.config is not None:
                     differing = differences(self.config, config, MAY_DIFFER)
                     if differing:
@@ -282,9 +261,13 @@ class Log:
             elif kind == "val":
                 self.val[(event["split"], event["step"])] = event
             elif kind == "routes":
-                self.routes[event["step"]] = event
+                self.routes[(event["split"], event["step"])] = event
             elif kind == "done":
                 self.done = event
+        bad = [
+            e["step"] for e in list(self.steps.values()) + list(self.val.values()) if not is_number(e["loss"])
+        ]
+        self.diverged_at = min(bad) if bad else None  # the step at which a loss stopped being a number
 
     def last_step(self):
         return max(self.steps) if self.steps else 0
@@ -293,34 +276,22 @@ class Log:
         """The loss of the first step, or None; a log that begins later (none does today) says nothing."""
         return self.steps[1].get("loss") if 1 in self.steps else None
 
-    def diverged(self):
-        """The step at which a loss stopped being a number (the log writes null), or None."""
-        bad = [s for s, e in self.steps.items() if not is_number(e.get("loss"))]
-        bad += [s for (_, s), e in self.val.items() if not is_number(e.get("loss"))]
-        return min(bad) if bad else None
-
 
 def is_number(x):
     return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
 
 
-def flatten(config, prefix=""):
-    """A config event as one flat dictionary, names with underscores."""
-    flat = {}
-    for key, value in config.items():
-        if isinstance(value, dict):
-            flat.update(flatten(value))
-        else:
-            flat[_plain(key)] = value
-    return flat
+def settings_of(event):
+    """A config event as one dictionary: the options by name, and what the trainer counted as count_<name>."""
+    settings = {_plain(name): value for name, value in event["options"].items()}
+    settings.update({"count_" + k: v for k, v in event.items() if k not in ("event", "options")})
+    return settings
 
 
 def without_folders(config):
-    """A config fit to be kept: paths lose their folders, and what only concerns one machine is left out."""
+    """A config fit to be kept: paths lose their folders."""
     kept = {}
     for key, value in config.items():
-        if key in ("event", "out", "resume", "time", "host"):
-            continue
         kept[key] = os.path.basename(value) if isinstance(value, str) and "/" in value else value
     return kept
 
@@ -342,6 +313,7 @@ def read_summaries(folder):
 # ---- comparing -----------------------------------------------------------------------------------------------
 def same(a, b):
     """Are two settings equal? Numbers by value, whether written as a number or as text."""
+    a, b = (str(x).lower() if isinstance(x, bool) else x for x in (a, b))
     if a == b:
         return True
     try:
@@ -356,8 +328,8 @@ def differences(a, b, may_differ):
     found = []
     for key in sorted(set(a) | set(b)):
         x, y = a.get(key, absent), b.get(key, absent)
-        if key in may_differ or same(x, y):
-            continue
+        if key in may_differ or same(x, y) or (key == "trainer" and absent in (x, y)):
+            continue  # which program ran is known only of runs that run.py launched
         found.append(
             "%s %s against %s" % (key, *("(absent)" if v is absent else json.dumps(v) for v in (x, y)))
         )
@@ -409,6 +381,21 @@ def check_against_study(run, config, where):
 
 
 # ---- the state of a run --------------------------------------------------------------------------------------
+def read_notes(root, run, kind):
+    """What run.py noted about a run: its "launches" when the trainer began, its "attempts" when it ended."""
+    try:
+        with open(os.path.join(root, "runner", "%s.%s.jsonl" % (run.name, kind)), encoding="utf-8") as f:
+            return [json.loads(line) for line in f if line.endswith("\n")]
+    except FileNotFoundError:
+        return []
+
+
+def stopped_at(message):
+    """The step at which a trainer refused to go on with numbers that are not finite, from its last words."""
+    found = re.search(r"step (\d+): .*expected finite numbers", message or "")
+    return int(found.group(1)) if found else None
+
+
 def checkpoints(folder):
     """Names of the run's checkpoints, oldest first."""
     try:
@@ -418,10 +405,16 @@ def checkpoints(folder):
 
 
 def state_of(run, root):
-    """(state, log), state one of: missing, interrupted, diverged, finished."""
+    """(state, log) of a run; state is one of missing, interrupted, diverged, finished. The log's config gains
+    "trainer", a digest of the program (of all of them, should there be several) that run.py launched."""
     log = Log(os.path.join(run.folder(root), "log.jsonl"))
-    if log.diverged() is not None:
-        return "diverged", log
+    programs, begin = set(), None  # backwards from the end: which launches' steps are in the run as it stands
+    for launch in reversed(read_notes(root, run, "launches")):
+        if begin is None or launch["from"] < begin:
+            programs.add(launch["trainer"])
+            begin = launch["from"]
+    if log.config is not None and programs:
+        log.config["trainer"] = "+".join(sorted(programs))
     if log.done is not None and log.done["step"] >= int(run.flags["steps"]):
         for step in run.milestone_steps:
             if ("val", step) not in log.val:
@@ -430,4 +423,9 @@ def state_of(run, root):
                     % (log.path, step)
                 )
         return "finished", log
+    attempts = read_notes(root, run, "attempts")
+    if log.diverged_at is None and attempts and not attempts[-1]["interrupted"]:
+        log.diverged_at = stopped_at(attempts[-1]["message"])
+    if log.diverged_at is not None:
+        return "diverged", log
     return ("interrupted" if log.config is not None or checkpoints(run.folder(root)) else "missing"), log

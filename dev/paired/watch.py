@@ -119,8 +119,8 @@ def status(letter, path, log, width):
     text = "%s  %-*s  step %s/%s" % (letter, width, name_of(path), step, total or "?")
     text += "  loss %s" % ("%.4f" % last["loss"] if is_number(last.get("loss")) else "-")
     text += "  val %s" % ("%.4f" % val[-1][1] if val else "-")
-    if log.diverged() is not None:
-        return text + "  DIVERGED at step %d" % log.diverged()
+    if log.diverged_at is not None:
+        return text + "  DIVERGED at step %d" % log.diverged_at
     if log.done is not None and log.done["step"] >= total:
         return text + "  done"
     if is_number(last.get("tok_s")):
@@ -160,7 +160,7 @@ def screen(paths, train, width, height):
                 )
             )
     shown = (
-        runs if len(runs) <= height // 3 else [r for r in runs if not (r[2].done and r[2].diverged() is None)]
+        runs if len(runs) <= height // 3 else [r for r in runs if not (r[2].done and r[2].diverged_at is None)]
     )
     lines = [status(*run, max(len(name_of(path)) for _, path, _ in shown)) for run in shown]
     lines += ["%d finished runs not listed" % (len(runs) - len(shown))] if len(shown) < len(runs) else []
