@@ -23,17 +23,19 @@ namespace emu {
 
 // ---- where in the source something was called ---------------------------------------------------------
 struct Site { const char* file; int line; };
-#define EMU_SITE emu::Site site = emu::Site{__builtin_FILE(), __builtin_LINE()}  // as last parameter: the caller
+inline Site here(const char* file, int line) { return {file, line}; }
+#define EMU_SITE emu::Site site = emu::here(__builtin_FILE(), __builtin_LINE())  // as last parameter: the caller
 #define EMU_INLINE inline __attribute__((always_inline))  // so that return addresses lie in the kernel itself
 
 // ---- what a running kernel can see of the machine -----------------------------------------------------
 struct Block { uint3 index; dim3 dim, grid; char* shared; size_t shared_bytes; };
 struct Thread { uint3 index; int linear, warp, lane; const Block* block; };
 #if defined(EMU_RACE)
-extern Thread* self;  // the thread that runs now, null on the host
+#define EMU_PER_CORE           // one block at a time
 #else
-extern __thread Thread* self;  // blocks run on all cores: one running thread per core
+#define EMU_PER_CORE __thread  // blocks run on all cores
 #endif
+extern EMU_PER_CORE Thread* self;  // the thread that runs now, null on the host
 
 // ---- settings: from the environment, a test may change them -------------------------------------------
 enum class Order { forward, reverse, random };
@@ -43,7 +45,10 @@ extern size_t device_bytes;      // EMU_MEMORY_MB: memory of the pretended card
 
 // ---- errors: one line, then kernel, block and thread; exit status 86 ----------------------------------
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
-struct Api {  // while it lives, fail() names this API call
+struct Api {  // while it lives, fail() on the host names this API call
+  const char* name;
+  Site site;
+  Api* outer;
   Api(const char* name, Site site);
   ~Api();
 };
@@ -84,7 +89,7 @@ void start(Launch, Stream*);
 std::string kernel_name(const char* launch_text);
 
 template <class... P, class... A>
-void launch(Site site, const char* text, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, Stream* stream, A... args) {
+void launch_kernel(Site site, const char* text, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, Stream* stream, A... args) {
   static_assert(sizeof...(P) == sizeof...(A), "launch: number of kernel arguments");
   static_assert((std::is_trivially_copyable_v<P> && ...), "launch: kernel parameters are copied as bytes");
   using Call = std::tuple<void (*)(P...), P...>;

@@ -19,12 +19,8 @@
 
 namespace emu {
 
-#if defined(EMU_RACE)
-Thread* self = nullptr;
-#else
-__thread Thread* self = nullptr;
-#endif
-__thread Engine* engine = nullptr;
+EMU_PER_CORE Thread* self = nullptr;
+EMU_PER_CORE Engine* engine = nullptr;
 
 static const char* setting(const char* name, const char* otherwise) {
   const char* value = getenv(name);
@@ -45,9 +41,9 @@ unsigned random_below(unsigned n) {  // xorshift, one state per OS thread
 }
 
 // ---- errors -------------------------------------------------------------------------------------------
-static struct { const char* name = nullptr; Site site{}; } api;
-Api::Api(const char* name, Site site) { api = {name, site}; }
-Api::~Api() { api = {}; }
+static Api* api = nullptr;
+Api::Api(const char* name, Site site) : name(name), site(site), outer(api) { api = this; }
+Api::~Api() { api = outer; }
 
 void print_position() {
   if (self) {
@@ -55,8 +51,8 @@ void print_position() {
     const Launch& l = *engine->launch;
     fprintf(stderr, "emu: in kernel %s (launched at %s:%d), block (%u,%u,%u), thread (%u,%u,%u)\n", l.kernel.c_str(),
             l.site.file, l.site.line, b.x, b.y, b.z, t.x, t.y, t.z);
-  } else if (api.name) {
-    fprintf(stderr, "emu: in %s, called at %s:%d\n", api.name, api.site.file, api.site.line);
+  } else if (api) {
+    fprintf(stderr, "emu: in %s, called at %s:%d\n", api->name, api->site.file, api->site.line);
   }
 }
 void fail(const char* format, ...) {
@@ -71,9 +67,10 @@ void fail(const char* format, ...) {
   _Exit(FAILED);
 }
 
-static uintptr_t load_address;  // what the executable's own addresses are shifted by
 // The source line of an instruction; where it was inlined, the chain of callers up to the kernel.
 std::string source_line(const void* caller) {
+  uintptr_t load_address = 0;  // what the executable's own addresses are shifted by
+  dl_iterate_phdr([](dl_phdr_info* info, size_t, void* p) { *static_cast<uintptr_t*>(p) = info->dlpi_addr; return 1; }, &load_address);
   char exe[300] = {}, text[500];
   if (!caller || readlink("/proc/self/exe", exe, sizeof exe - 1) < 0) return "?";
   snprintf(text, sizeof text, "addr2line -i -e '%s' 0x%zx 2>/dev/null", exe, size_t(reinterpret_cast<uintptr_t>(caller) - load_address - 1));
@@ -88,10 +85,11 @@ std::string source_line(const void* caller) {
   if (f) pclose(f);
   return lines.empty() ? "?" : lines;
 }
-std::string source_line(Site site, const void* caller) {
+std::string source_line(Site site, const void* caller) {  // compilers merge branches: the line is the site's
   const std::string lines = source_line(caller);
   const char* slash = strrchr(site.file, '/');
-  return lines != "?" ? lines : std::string(slash ? slash + 1 : site.file) + ":" + std::to_string(site.line);
+  const std::string line = std::string(slash ? slash + 1 : site.file) + ":" + std::to_string(site.line);
+  return lines.compare(0, line.size(), line) ? line : lines;
 }
 [[noreturn]] static void deadlock() {  // group the threads by what they do, then list the groups
   const Engine& e = *engine;
@@ -275,17 +273,13 @@ void touch(const void* p, size_t bytes, Access access, const void* caller) {
 #endif
 
 // ---- launching ----------------------------------------------------------------------------------------
-static void find_shared_variables(Engine& e) {  // __shared__ is thread_local: this executable's thread-local segment
-  struct Found { Engine* e; } found{&e};
-  dl_iterate_phdr([](dl_phdr_info* info, size_t, void* f) {
-    load_address = info->dlpi_addr;
+static void find_shared_variables() {  // __shared__ is thread_local: this executable's thread-local segment
+  dl_iterate_phdr([](dl_phdr_info* info, size_t, void*) {
     for (int i = 0; i < info->dlpi_phnum; i++)
-      if (info->dlpi_phdr[i].p_type == PT_TLS) {
-        static_cast<Found*>(f)->e->tls = static_cast<char*>(info->dlpi_tls_data);
-        static_cast<Found*>(f)->e->tls_bytes = info->dlpi_phdr[i].p_memsz;
-      }
+      if (info->dlpi_phdr[i].p_type == PT_TLS)
+        engine->tls = static_cast<char*>(info->dlpi_tls_data), engine->tls_bytes = info->dlpi_phdr[i].p_memsz;
     return 1;  // the first entry is the executable itself
-  }, &found);
+  }, nullptr);
 }
 #if !defined(EMU_ASAN)
 static void on_fault(int number, siginfo_t* info, void*) {
@@ -293,9 +287,6 @@ static void on_fault(int number, siginfo_t* info, void*) {
   fail("bad or misaligned address (%p), or stack overflow", info->si_addr);
 }
 static void watch_faults() {
-  stack_t alternate{};
-  alternate.ss_sp = malloc(alternate.ss_size = 64 * 1024);
-  sigaltstack(&alternate, nullptr);
   struct sigaction action{};
   action.sa_sigaction = on_fault, action.sa_flags = SA_SIGINFO | SA_ONSTACK;
   sigaction(SIGSEGV, &action, nullptr), sigaction(SIGBUS, &action, nullptr);
@@ -306,10 +297,12 @@ static void watch_faults() {
   __sanitizer_set_death_callback([] {
     print_position();
     const void* p = __asan_get_report_address();
-    if (p) fprintf(stderr, "emu: address %p%s%s\n", p, describe(p).c_str(), self ? "" : "; the host may touch device memory through cudaMemcpy only");
+    const std::string place = describe(p);
+    if (!place.empty()) fprintf(stderr, "emu: address %p%s%s\n", p, place.c_str(), self ? "" : "; the host reaches device memory through cudaMemcpy only");
   });
 }
 #endif
+static const bool watching = (watch_faults(), true);
 Engine& start_engine() {  // once per OS thread
   if (engine) return *engine;
   engine = new Engine;
@@ -324,8 +317,12 @@ Engine& start_engine() {  // once per OS thread
   pthread_attr_destroy(&attributes);
   engine->host.stack = static_cast<char*>(bottom);
 #endif
-  find_shared_variables(*engine);
-  watch_faults();
+  find_shared_variables();
+#if !defined(EMU_ASAN)
+  stack_t alternate{};  // where on_fault runs when the stack has overflowed
+  alternate.ss_sp = malloc(alternate.ss_size = 64 * 1024);
+  sigaltstack(&alternate, nullptr);
+#endif
   return *engine;
 }
 static void run_block(const Launch& l, size_t index) {
@@ -386,6 +383,7 @@ std::string kernel_name(const char* text) {  // the text up to the first comma o
   return std::string(text, p);
 }
 void start(Launch l, Stream* stream) {
+  Api api("launch", l.site);
   const dim3 g = l.grid, b = l.block;
   const size_t threads = size_t(b.x) * b.y * b.z;
   if (!g.x || !g.y || !g.z || g.x > 0x7FFFFFFF || g.y > 65535 || g.z > 65535 || !threads || threads > MAX_THREADS || b.z > 64 ||

@@ -42,7 +42,7 @@ struct Engine : Block {  // one per OS thread; runs one block at a time
   uint64_t random = 1;
   alignas(16) char parameters[MAX_PARAMETERS];
 };
-extern __thread Engine* engine;
+extern EMU_PER_CORE Engine* engine;
 
 Engine& start_engine();
 unsigned random_below(unsigned n);

@@ -170,7 +170,7 @@ cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t p, Sit
 cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t p, cublasLtMatmulPreferenceAttributes_t a, const void* value, size_t bytes, Site site) {
   const bool workspace = a == CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
   const unsigned i = unsigned(a - CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES);
-  void* field = workspace ? static_cast<void*>(&p->workspace) : i < 4 ? &p->alignment[i] : nullptr;
+  void* field = workspace ? static_cast<void*>(&p->workspace) : i < 4 ? &p->alignment[i] : a == CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK ? &p->reduction : nullptr;
   return set(field, workspace ? sizeof p->workspace : 4, value, bytes, "cublasLtMatmulPreferenceSetAttribute", site);
 }
 static uint64_t problem(const Desc& desc, std::initializer_list<const Layout*> layouts) {  // a number for all that an algorithm may depend on
@@ -195,6 +195,12 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t desc, const
     cublasLtMatrixLayout_t lb, const void* beta, const void* c, cublasLtMatrixLayout_t lc, void* d, cublasLtMatrixLayout_t ld,
     const cublasLtMatmulAlgo_t* algo, void* workspace, size_t workspace_bytes, cudaStream_t stream, Site site) {
   Api api("cublasLtMatmul", site);
+  if (la->batch != ld->batch || lb->batch != ld->batch || lc->batch != ld->batch)
+    fail("batch counts differ: A %d, B %d, C %d, D %d", la->batch, lb->batch, lc->batch, ld->batch);
+  const float al = *static_cast<const float*>(alpha), be = *static_cast<const float*>(beta);
+  const bool ta = desc->transpose_a, tb = desc->transpose_b;
+  auto part = [](const void* p, const Layout* l, int i) { return at(p, size_t(i * l->stride), l->type, l->rows, l->cols, l->ld); };
+  check_product(ta, tb, part(a, la, 0), part(b, lb, 0), part(c, lc, 0), part(d, ld, 0));
   if (workspace_bytes) check_device("workspace", workspace, workspace_bytes);
   if (algo) {
     const void* operands[] = {a, b, c, d};
@@ -204,10 +210,6 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t desc, const
       if (algo->alignment[i] && reinterpret_cast<uintptr_t>(operands[i]) % algo->alignment[i])
         fail("%c is not aligned to the %u bytes that the algorithm was chosen for (CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_%c_BYTES)", "ABCD"[i], algo->alignment[i], "ABCD"[i]);
   }
-  if (la->batch != ld->batch || lb->batch != ld->batch || lc->batch != ld->batch)
-    fail("batch counts differ: A %d, B %d, C %d, D %d", la->batch, lb->batch, lc->batch, ld->batch);
-  const float al = *static_cast<const float*>(alpha), be = *static_cast<const float*>(beta);
-  const bool ta = desc->transpose_a, tb = desc->transpose_b;
   const size_t used = algo ? algo->workspace : 0;
   enqueue(stream, [=] {  // a real product leaves its partial sums in the workspace
     Api api("cublasLtMatmul", site);
@@ -215,9 +217,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t desc, const
     if (used) memset(workspace, 0xFF, used), touch(workspace, used, Access::write);
   });
   for (int i = 0; i < ld->batch; i++) {
-    auto part = [&](const void* p, const Layout* l) { return at(p, size_t(i * l->stride), l->type, l->rows, l->cols, l->ld); };
-    const Matrix A = part(a, la), B = part(b, lb), C = part(c, lc), D = part(d, ld);
-    check_product(ta, tb, A, B, C, D);
+    const Matrix A = part(a, la, i), B = part(b, lb, i), C = part(c, lc, i), D = part(d, ld, i);
     enqueue(stream, [=] { Api api("cublasLtMatmul", site); gemm("cublasLtMatmul", ta, tb, al, A, B, be, C, D); });
   }
   return CUBLAS_STATUS_SUCCESS;

@@ -51,10 +51,11 @@ static const char* address_of(Mark a) { return &__executable_start + a.pc; }
   for (auto& [time, index] : blocks) if (time <= a.time) b = index;
   char block[60] = "";
   if (other_block) snprintf(block, sizeof block, " of block (%u,%u,%u)", b.x, b.y, b.z);
-  fail("data race on %zu bytes of %s memory at %p:\n  thread %d %s at %s\n  thread %u%s %s before, at %s, and no %s lies in between", n,
+  fail("data race on %zu bytes of %s memory at %p:\n  thread %d %s at %s\n  thread %u%s %s before, at %s, and %s", n,
        shared ? "shared" : "device", static_cast<const void*>(p), self->linear, access == Access::read ? "reads" : "writes",
        source_line(caller).c_str(), unsigned(a.thread), block, wrote ? "wrote" : "read", source_line(address_of(a)).c_str(),
-       other_block ? "order of blocks" : int(a.thread / 32) == self->warp ? "__syncwarp" : "__syncthreads");
+       other_block ? "nothing orders the blocks of a launch"
+       : int(a.thread / 32) == self->warp ? "no __syncwarp lies in between" : "no __syncthreads lies in between");
 }
 static void count(const char* p, size_t n, bool write, const void* caller);
 static bool counting = false;
