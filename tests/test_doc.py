@@ -40,6 +40,12 @@ if __name__ == "__main__":
         run_blocks(DOC, {"__name__": "doc"})
     except ImportError:
         skip("the derivation's Python", "no numpy on this machine")
+    with case("every test that the page names exists"):
+        named = re.findall(r'`(test_\w+)`: "([^"]+)"', DOC.read_text())
+        assert len(named) > 20
+        for test, name in named:
+            sources = [path.read_text() for path in pathlib.Path(__file__).parent.glob(test + ".*")]
+            assert any(f'"{name}' in source for source in sources), f'no case of {test} begins with "{name}"'
     for name, script in (("depth_memory.svg is what depth_memory.py draws", "depth_memory.py"),
                          ("symbols.md: every link points at the line it names", "symbols.py")):
         with case(name):

@@ -93,13 +93,12 @@ def plain_errors(checkpoint, batch, loss, grads):
     return loss_error, errors
 
 
-def trainer(folder, arch, config, *flags):
+def trainer(folder, config, *flags):
     """Runs the CPU trainer on config; its whole output is in the exception if it fails."""
-    sizes = dict(layers=config.L, width=config.C, heads=config.NH, ffn=config.F, block_size=config.S, context=config.T,
-                 vocab=config.V, batch=BATCH, total_batch=BATCH * config.T)
-    command = [str(TRAINER), "--arch", arch, "--out", str(folder), "--quiet", "--sample-tokens", "0"]
-    for name, value in sizes.items():
-        command += ["--" + name.replace("_", "-"), str(value)]
+    command = [str(TRAINER), "--out", str(folder), "--quiet", "--sample-tokens", "0", "--batch", str(BATCH),
+               "--total-batch", str(BATCH * config.T)]
+    for name, value in config.to_metadata().items():
+        command += ["--" + name, value]
     result = subprocess.run([*command, *map(str, flags)], capture_output=True, text=True, errors="replace",
                             env={**os.environ, "OMP_NUM_THREADS": "1"})  # too small a model for more
     assert result.returncode == 0, f"{' '.join(command)}: exit {result.returncode}: {result.stderr or result.stdout}"
@@ -117,15 +116,15 @@ def compare_with_trainer(arch, S, folder):
     loss, grads = loss_and_gradients(RDAttnRes.from_checkpoint(checkpoint, torch.float64), *batch)
     plain, plain_grads = plain_errors(checkpoint, batch, loss, grads)
 
-    trainer(folder / "val", arch, config, "--init-from", checkpoint, "--val", shard, "--steps", 0)
+    trainer(folder / "val", config, "--init-from", checkpoint, "--val", shard, "--steps", 0)
     events = [json.loads(line) for line in (folder / "val/log.jsonl").read_text().splitlines()]
     got = [e["loss"] for e in events if e["event"] == "val"][-1]
     ours = abs(got - loss) / loss
-    print(f"    {arch:8} S={S} loss {got:.9g}, PyTorch float64 {loss:.9g}: error {ours:.1e}, of float32 there {plain:.1e}")
+    print(f"    {arch:8} S={S} loss {got:.9g}, PyTorch float64 {loss:.9g}: error {ours:.1e}, "
+          f"of float32 there {plain:.1e}")
     assert ours <= max(FACTOR * plain, FLOOR)
 
-    trainer(folder / "step", arch, config, "--init-from", checkpoint, "--train", shard, "--steps", 1, "--clip", 0,
-            "--warmup", 0)
+    trainer(folder / "step", config, "--init-from", checkpoint, "--train", shard, "--steps", 1, "--clip", 0)
     with safe_open(str(folder / "step/ckpt_00000001.safetensors"), "pt") as file:
         names = {n.removeprefix("adam_m.") for n in file.keys() if n.startswith("adam_m.")}
         assert names == set(grads), f"tensors in the checkpoint: {names ^ set(grads)} in one only"

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draws dev/doc/depth_memory.svg: who reads what, and who writes where, in a model of 6 layers and blocks of 4 sublayers.
+"""Draws dev/doc/depth_memory.svg: who reads what, and who writes where, in a model of 6 layers in blocks of 4 sublayers.
 
     python dev/doc/depth_memory.py            # writes the picture beside this file
     python dev/doc/depth_memory.py --check    # exit 1 if the file there is not what this script draws
@@ -79,8 +79,8 @@ def sources_of(i):
 
 def draw_model():
     text(28, 38, "The depth memory", size=20, bold=True)
-    text(972, 38, f"{L} layers = {SITES} sublayers, in blocks of S = {S}. A site mixes the lanes marked by its dots, by a softmax.",
-         "soft", anchor="end")
+    text(972, 38, f"{L} layers = {SITES} sublayers, in blocks of S = {S}. A site mixes the lanes marked by its dots, "
+         "by a softmax.", "soft", anchor="end")
     for n in range(SITES // S):  # a panel for the sublayers of each block
         x = column(n * S) - 27
         rect(x, 58, S * DX - 6, 318, "panel", r=8)
@@ -179,8 +179,8 @@ def picture():
     rect(0.5, 0.5, WIDTH - 1, HEIGHT - 1, "page", "edge", 10)
     draw_model()
     draw_site()
-    description = ("Columns are sublayers, rows are the embedding and the blocks. Each sublayer reads the embedding, all finished "
-                   "blocks and the partial block, attention with two queries, and adds its output to the partial.")
+    description = ("Columns are sublayers, rows are the embedding and the blocks. Each sublayer reads the embedding, all "
+                   "finished blocks and the partial block, attention with two queries, and adds its output to the partial.")
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
             f'role="img"><title>The depth memory of RD-AttnRes</title><desc>{escape(description)}</desc>\n'
             + style() + "\n" + "\n".join(shapes) + "\n</svg>\n")

@@ -4,8 +4,8 @@
     python dev/doc/symbols.py            # finds the lines again and writes the table
     python dev/doc/symbols.py --check    # exit 1, and why, if a line has moved or gone
 
-A row names a function and a piece of one of its lines; the line number is looked up. In train_rdattnres.cu the row points
-at the function of the same name, unless it names a piece of its own. Standard library only.
+A row names a function and a piece of one of its lines; the line number is looked up. In train_rdattnres.cu the row
+points at the function of the same name, unless it names another there. Standard library only.
 """
 import pathlib
 import re
@@ -25,7 +25,7 @@ TABLE = [
         ("`K`, `sources`", "what a site reads", "site_at", "source_slots(c, i)"),
         ("`partial + o`", "the write", "write_partial", "add(slot"),
         ("`dbank`", "one gradient per embedding and block", "Activations", "dbank;"),
-        ("`do`", "the gradient of the partial after a sublayer is that of its output", "model_backward", "dout = a.dbank"),
+        ("`do`", "gradient of the partial after a sublayer, so of its output", "model_backward", "dout = a.dbank"),
     ]),
     ("Route", [
         ("`eps`", "inside every rmsnorm", None, "constexpr real EPS"),
@@ -107,8 +107,8 @@ def link(path, function, piece):
 def document():
     with_gpu = (ROOT / GPU).exists()
     out = ["# Symbols: from the formulas to the code", "",
-           "Each symbol of [rdattnres.md](rdattnres.md), and the line that computes it. Written by `symbols.py`; a test fails when "
-           "a link", "no longer points at its line.", ""]
+           "Each symbol of [rdattnres.md](rdattnres.md), and the line that computes it. Written by `symbols.py`; a test",
+           "fails when a link no longer points at its line.", ""]
     for heading, rows in TABLE:
         out += [f"## {heading}", "", "| symbol | what it is | CPU |" + (" CUDA |" if with_gpu else ""),
                 "|---|---|---|" + ("---|" if with_gpu else "")]

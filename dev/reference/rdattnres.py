@@ -30,7 +30,7 @@ class Config:
     T: int     # context length
     V: int     # vocabulary
 
-    METADATA = ("arch", "layers", "width", "heads", "ffn", "block-size", "context", "vocab")  # names in a checkpoint
+    METADATA = ("arch", "layers", "width", "heads", "ffn", "block-size", "context", "vocab")  # a checkpoint's names
 
     @classmethod
     def from_metadata(cls, metadata):
@@ -42,9 +42,8 @@ class Config:
     def shapes(self):
         """Every parameter of this arch and its shape. Weights are (out, in): y = x @ W.T."""
         L, C, padded_vocabulary = self.L, self.C, (self.V + 127) // 128 * 128
-        shapes = dict(wte=(padded_vocabulary, C), attn_norm=(L, C), wqk=(L, 2 * C, C), wv=(L, C, C), wo=(L, C, C),
-                      mlp_norm=(L, C), w_gate=(L, self.F, C), w_up=(L, self.F, C), w_down=(L, C, self.F),
-                      final_norm=(C,))
+        shapes = dict(wte=(padded_vocabulary, C), attn_norm=(L, C), wqk=(L, 2 * C, C), wv=(L, C, C),
+                      wo=(L, C, C), mlp_norm=(L, C), w_gate=(L, self.F, C), w_up=(L, self.F, C), w_down=(L, C, self.F), final_norm=(C,))
         if self.arch != "residual":
             shapes.update(attn_route_gain=(L, C), attn_route_qk=(L, C), mlp_route_gain=(L, C), mlp_route=(L, C),
                           out_route_gain=(C,), out_route=(C,))
@@ -66,7 +65,7 @@ def read(sources, query, gain):
 
 
 def rope(x):
-    """Rotary position encoding of x (B,NH,T,HS): channels i and i + HS/2 turn by the angle t * 10000^(-2i/HS)."""
+    """Rotary position encoding of x (B,NH,T,HS): channels i and i + HS/2 turn by t * 10000^(-2i/HS)."""
     T, HS = x.shape[-2:]
     frequency = 10000.0 ** (-torch.arange(0, HS, 2, dtype=torch.float64) / HS)
     angle = torch.outer(torch.arange(T, dtype=torch.float64), frequency)  # (T,HS/2)
@@ -89,7 +88,8 @@ class RDAttnRes(nn.Module):
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     value = file.get_tensor("model." + name)
-                    assert value.shape == parameter.shape, f"{name}: {tuple(value.shape)}, not {tuple(parameter.shape)}"
+                    if value.shape != parameter.shape:
+                        raise ValueError(f"{path}: {name} is {tuple(value.shape)}, not {tuple(parameter.shape)}")
                     parameter.copy_(value)
         return model
 
@@ -151,17 +151,18 @@ class RDAttnRes(nn.Module):
 
 
 def loss_and_gradients(model, tokens, targets):
-    """The loss and {name: gradient} of one batch. A parameter that the loss does not depend on has gradient 0."""
-    model.zero_grad(set_to_none=False)
+    """The loss and {name: gradient} of one batch."""
+    model.zero_grad()
     loss = model.loss(tokens, targets)
     loss.backward()
-    return loss.item(), {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def load_windows(path, T, count):
     """The first count windows of a token shard: inputs and targets (count,T), fewer if the shard is short."""
     header = np.fromfile(path, "<i4", 256)
-    assert list(header[:2]) == [20240520, 1], f"{path}: not a token shard"
+    if list(header[:2]) != [20240520, 1]:
+        raise ValueError(f"{path}: no token shard of version 1")
     tokens = torch.from_numpy(np.fromfile(path, "<u2", header[2], offset=1024).astype(np.int64))
     starts = torch.arange(min(count, (len(tokens) - 1) // T)) * T
     windows = tokens[starts[:, None] + torch.arange(T + 1)]
@@ -178,7 +179,7 @@ def main():
     model = RDAttnRes.from_checkpoint(args.checkpoint, torch.float64 if args.double else torch.float32)
     tokens, targets = load_windows(args.shard, model.config.T, args.windows)
     with torch.no_grad():
-        losses = [model.loss(x[None], y[None]).item() for x, y in zip(tokens, targets)]  # one at a time: little memory
+        losses = [model.loss(x[None], y[None]).item() for x, y in zip(tokens, targets)]
     print(model.config)
     print(f"loss {np.mean(losses):.9g} nats a token over {tokens.numel()} tokens")
 
