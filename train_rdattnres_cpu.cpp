@@ -262,30 +262,104 @@ void rmsnorm_backward(real* dh,            // (BT,C)
 
 // ---- matrix products -----------------------------------------------------------------------------------
 
+// Nearly all the time goes here. Three ideas make it fast, the ladder in dev/cpu takes them one by one:
+//   - a tile of MR x NR sums stays in vector registers while k runs; each step is MR * 2 multiply-adds for 2 loads;
+//   - both matrices are first packed into panels that hold, for each k, just the MR (or NR) numbers that the
+//     tile needs next to each other: the inner loop reads memory straight ahead, and packing absorbs transposes;
+//   - k is cut so that a panel stays in the first-level cache, M and N so that what is packed stays in the last.
+// Every element is summed in the same order whatever the number of rows or threads: edges run the same tile on
+// zero-padded panels.
+#if defined(__AVX512F__)
+constexpr size_t VECTOR_BYTES = 64, REGISTERS = 32;
+#elif defined(__AVX__)
+constexpr size_t VECTOR_BYTES = 32, REGISTERS = 16;
+#elif defined(__aarch64__)
+constexpr size_t VECTOR_BYTES = 16, REGISTERS = 32;
+#else
+constexpr size_t VECTOR_BYTES = 16, REGISTERS = 16;
+#endif
+typedef real vec __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(real)), may_alias));
+constexpr size_t LANES = VECTOR_BYTES / sizeof(real);
+constexpr size_t MR = REGISTERS == 32 ? 8 : 6, NR = 2 * LANES;   // the register tile
+constexpr size_t KC = 576;                                       // longest panel
+constexpr size_t MT = 64 / MR * MR, NT = 128 / NR * NR;          // what one thread takes at a time
+constexpr size_t MB = 1536 / MT * MT, NB = 1536 / NT * NT;       // what is packed at a time
+alignas(64) static real packed_a[MB * KC], packed_b[NB * KC];
+
+// out(MR,NR) = sum over k of a panel's column times b panel's row, or += with `add`.
+inline void matmul_tile(real* out, size_t ldo, const real* a, const real* b, size_t K, bool add) {
+  vec sum[MR][2] = {};
+  for (size_t k = 0; k < K; k++, a += MR, b += NR) {
+    const vec b0 = *reinterpret_cast<const vec*>(b), b1 = *reinterpret_cast<const vec*>(b + LANES);
+#pragma GCC unroll 8
+    for (size_t i = 0; i < MR; i++) sum[i][0] += a[i] * b0, sum[i][1] += a[i] * b1;
+  }
+#pragma GCC unroll 8
+  for (size_t i = 0; i < MR; i++, out += ldo) {
+    vec *o0 = reinterpret_cast<vec*>(out), *o1 = reinterpret_cast<vec*>(out + LANES);
+    *o0 = add ? *o0 + sum[i][0] : sum[i][0];
+    *o1 = add ? *o1 + sum[i][1] : sum[i][1];
+  }
+}
+// The same where only m x n of the tile lie inside the matrix.
+inline void matmul_edge(real* out, size_t ldo, size_t m, size_t n, const real* a, const real* b, size_t K, bool add) {
+  real whole[MR * NR];
+  matmul_tile(whole, NR, a, b, K, false);
+  for (size_t i = 0; i < m; i++)
+    for (size_t j = 0; j < n; j++) out[i * ldo + j] = (add ? out[i * ldo + j] : 0) + whole[i * NR + j];
+}
+
+// panel[k][w] = element (w, k), for w < W; rows past n are zero. Elements stand `stride` apart along w and
+// `k_stride` along k, one of which is 1.
+template <size_t W>
+void pack_panel(real* panel, const real* source, size_t stride, size_t k_stride, size_t n, size_t K) {
+  constexpr size_t GROUP = W % 8 ? W : 8, DEPTH = 16;
+  size_t k = 0;
+  if (n == W && stride == 1) {
+    for (; k < K; k++) memcpy(panel + k * W, source + k * k_stride, W * sizeof(real));
+  } else if (n == W) {  // transpose small blocks: whole cache lines on both sides
+    for (; k + DEPTH <= K; k += DEPTH)
+      for (size_t g = 0; g < W; g += GROUP) {
+        real block[DEPTH][GROUP];
+        for (size_t d = 0; d < DEPTH; d++)
+          for (size_t w = 0; w < GROUP; w++) block[d][w] = source[(g + w) * stride + (k + d) * k_stride];
+        for (size_t d = 0; d < DEPTH; d++) memcpy(panel + (k + d) * W + g, block[d], sizeof(block[d]));
+      }
+  }
+  for (; k < K; k++)
+    for (size_t w = 0; w < W; w++) panel[k * W + w] = w < n ? source[w * stride + k * k_stride] : 0;
+}
+
 // out(M,N) = A(M,K) B(K,N), or += with `accumulate`. Element (i,k) of A is a[i * lda + k], or a[k * lda + i]
 // if it is stored transposed; likewise B. ldo, lda, ldb: distance between stored rows.
 void matmul(real* out, size_t ldo, const real* a, size_t lda, bool trans_a, const real* b, size_t ldb, bool trans_b,
             size_t M, size_t N, size_t K, bool accumulate) {
-  constexpr size_t BLOCK = 64;
-#pragma omp parallel for collapse(2)
-  for (size_t i0 = 0; i0 < M; i0 += BLOCK)
-    for (size_t j0 = 0; j0 < N; j0 += BLOCK) {
-      real tile[BLOCK][BLOCK] = {}, row[BLOCK];
-      const size_t m = std::min(BLOCK, M - i0), n = std::min(BLOCK, N - j0);
-      for (size_t k = 0; k < K; k++) {
-        for (size_t j = 0; j < BLOCK; j++)
-          row[j] = j < n ? (trans_b ? b[(j0 + j) * ldb + k] : b[k * ldb + j0 + j]) : real(0);
-        for (size_t i = 0; i < m; i++) {
-          const real x = trans_a ? a[k * lda + i0 + i] : a[(i0 + i) * lda + k];
-          for (size_t j = 0; j < BLOCK; j++) tile[i][j] += x * row[j];
-        }
+  const size_t cuts = (K + KC - 1) / KC, kc = cuts > 0 ? (K + cuts - 1) / cuts : 0;
+  const size_t a_row = trans_a ? 1 : lda, a_k = trans_a ? lda : 1;
+  const size_t b_col = trans_b ? ldb : 1, b_k = trans_b ? 1 : ldb;
+#pragma omp parallel
+  for (size_t m0 = 0; m0 < M; m0 += MB)
+    for (size_t n0 = 0; n0 < N; n0 += NB)
+      for (size_t k0 = 0; k0 < K; k0 += kc) {
+        const size_t m = std::min(MB, M - m0), n = std::min(NB, N - n0), k = std::min(kc, K - k0);
+        const bool add = accumulate || k0 > 0;
+#pragma omp for nowait
+        for (size_t i = 0; i < m; i += MR)
+          pack_panel<MR>(packed_a + i * k, a + (m0 + i) * a_row + k0 * a_k, a_row, a_k, std::min(MR, m - i), k);
+#pragma omp for
+        for (size_t j = 0; j < n; j += NR)
+          pack_panel<NR>(packed_b + j * k, b + (n0 + j) * b_col + k0 * b_k, b_col, b_k, std::min(NR, n - j), k);
+#pragma omp for collapse(2) schedule(dynamic)
+        for (size_t i0 = 0; i0 < m; i0 += MT)
+          for (size_t j0 = 0; j0 < n; j0 += NT)
+            for (size_t i = i0; i < std::min(m, i0 + MT); i += MR)
+              for (size_t j = j0; j < std::min(n, j0 + NT); j += NR) {
+                real* o = out + (m0 + i) * ldo + n0 + j;
+                const real *pa = packed_a + i * k, *pb = packed_b + j * k;
+                if (m - i >= MR && n - j >= NR) matmul_tile(o, ldo, pa, pb, k, add);
+                else matmul_edge(o, ldo, std::min(MR, m - i), std::min(NR, n - j), pa, pb, k, add);
+              }
       }
-      for (size_t i = 0; i < m; i++)
-        for (size_t j = 0; j < n; j++) {
-          real& o = out[(i0 + i) * ldo + j0 + j];
-          o = accumulate ? o + tile[i][j] : tile[i][j];
-        }
-    }
 }
 
 // out = x w^T; rows of out stand ldo apart, so that Q, K and V can share one packed buffer.
@@ -843,14 +917,30 @@ void model_update(Model& m, size_t step, double grad_scale, double lr, double we
 
 void model_zero_grad(Model& m) { memset(m.grads.wte, 0, m.num_elements * sizeof(real)); }
 
-// Names the first tensor and layer with a gradient that is not finite, or "" if all are.
-std::string find_non_finite(Model& m) {
-  for (const TensorSpec& t : tensor_table(m.config)) {
-    const real* g = m.grads.tensor(t.id);
+// Names the first tensor and layer of a family that holds a number that is not finite, or "" if all are.
+std::string find_non_finite(const Config& c, Tensors<real>& family) {
+  for (const TensorSpec& t : tensor_table(c)) {
+    const real* values = family.tensor(t.id);
     for (size_t i = 0; i < t.size(); i++)
-      if (!std::isfinite(g[i])) return t.per_layer ? format("%s, layer %zu", t.name, i / (t.size() / m.config.L)) : t.name;
+      if (!std::isfinite(values[i])) return t.per_layer ? format("%s, layer %zu", t.name, i / (t.size() / c.L)) : t.name;
   }
   return "";
+}
+
+// Where numbers stopped being finite, for the message that ends the run: a parameter, else the first output of
+// the last forward, else a gradient.
+std::string blame_non_finite(Model& m, size_t BT) {
+  const Config& c = m.config;
+  const std::string parameter = find_non_finite(c, m.params);
+  if (!parameter.empty()) return "parameter " + parameter;
+  for (size_t slot = 0; slot <= c.sublayers(); slot++)
+    for (size_t i = 0; i < BT * c.C; i++)
+      if (!std::isfinite(m.acts.stream[slot * BT * c.C + i])) {
+        if (slot == 0) return "the embedding";
+        return format("the output of the %s, layer %zu", slot % 2 ? "attention" : "feed-forward", (slot - 1) / 2);
+      }
+  const std::string gradient = find_non_finite(c, m.grads);
+  return gradient.empty() ? "the norm itself, which overflowed" : "gradient of " + gradient;
 }
 
 // ---- checkpoint ----------------------------------------------------------------------------------------
@@ -958,10 +1048,9 @@ StepResult train_step(Model& m, const TokenData& data, const Options& o, size_t 
   }
   result.norm = grad_norm(m);
   if (!std::isfinite(result.loss) || !std::isfinite(result.norm)) {
-    const std::string where = find_non_finite(m);
-    fatal(EXIT_ERROR, "step %zu: loss %g, gradient norm %g, first bad gradient in %s; expected finite numbers. Parameters are"
-          " untouched; resume from the last checkpoint with a lower --lr", step, result.loss, result.norm,
-          where.empty() ? "none (the norm overflowed)" : where.c_str());
+    fatal(EXIT_ERROR, "step %zu: loss %g, gradient norm %g, first bad number in %s; expected finite numbers. No update was"
+          " made; resume from the last checkpoint, with a lower --lr", step, result.loss, result.norm,
+          blame_non_finite(m, B * T).c_str());
   }
   const double scale = o.clip > 0 && result.norm > o.clip ? o.clip / result.norm : 1;
   model_update(m, step, scale, lr, o.weight_decay, o.query_lr_mult);

@@ -1053,7 +1053,7 @@ void test_find_non_finite() {
   for (Arch arch : ARCHS) {
     const Config c = small_config(arch, 3, 2);
     auto m = make_model<Float>(c, 1, random_params(c, 40));
-    CHECK_EQ(Float::find_non_finite(m), std::string());
+    CHECK_EQ(Float::find_non_finite(c, m.grads), std::string());
     for (const TensorSpec& t : tensor_table(c)) {
       if (!t.present) continue;
       for (size_t l = 0; l < (t.per_layer ? c.L : 1); l++)
@@ -1062,7 +1062,7 @@ void test_find_non_finite() {
           for (size_t i : {l * per_layer, (l + 1) * per_layer - 1}) {
             m.grads.tensor(t.id)[i] = bad;
             const std::string name = t.name;
-            CHECK_EQ(Float::find_non_finite(m), t.per_layer ? format("%s, layer %zu", t.name, l) : name);
+            CHECK_EQ(Float::find_non_finite(c, m.grads), t.per_layer ? format("%s, layer %zu", t.name, l) : name);
             CHECK(!std::isfinite(Float::norm(m)));
             m.grads.tensor(t.id)[i] = 0;
           }
