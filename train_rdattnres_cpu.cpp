@@ -70,6 +70,15 @@ inline void add(real* out, const real* a, size_t n) {  // out += a
   for (size_t i = 0; i < n; i++) out[i] += a[i];
 }
 
+inline void average(real* out, const real* a, const real* b, size_t n) {  // out = (a + b) / 2
+#pragma omp parallel for simd
+  for (size_t i = 0; i < n; i++) out[i] = (a[i] + b[i]) / 2;
+}
+inline void split_average(real* da, real* db, size_t n) {  // da holds the gradient of (a + b) / 2
+#pragma omp parallel for simd
+  for (size_t i = 0; i < n; i++) da[i] = db[i] = da[i] / 2;
+}
+
 // Sums over tokens that end in one vector (the gradients of norms, gains and queries) run in chunks of this
 // many tokens, each chunk into a row of its own; the rows are then added in order. Independent of threads.
 constexpr size_t TOKEN_CHUNK = 64;
@@ -197,12 +206,12 @@ void route_backward(real* const* dsources,       // K pointers to (BT,C); adds
           real* ds = dsources[j] + bt * C;
           const real rj = rstd[j][bt];
           const real z = rj * dot(wr, s, C);
-          // A lone source has p = 1 whatever the query says: dz is zero, not a rounding error near it.
+          // A lone source has p = 1 whatever the query says: dz is exactly zero, not a rounding error near it.
           const real dz = K > 1 ? weights[j] * (dot(dmix, s, C) - delta) : 0;
-          const real pj = weights[j], dw = dz * rj, shrink = dz * rj * rj * z / real(C);
+          const real pj = weights[j], dzr = dz * rj, along = dzr * rj * z / real(C);
           for (size_t c = 0; c < C; c++) {
-            ds[c] += pj * dmix[c] + dw * wr[c] - shrink * s[c];
-            base[c] += dw * s[c];
+            ds[c] += pj * dmix[c] + dzr * wr[c] - along * s[c];
+            base[c] += dzr * s[c];
           }
         }
       }
@@ -240,7 +249,7 @@ void rmsnorm_backward(real* dh,            // (BT,C)
                       const real* h,       // (BT,C)
                       const real* weight,  // (C)
                       size_t BT, size_t C) {
-  std::vector<real> partial(num_chunks(BT) * C);
+  std::vector<real> sums(num_chunks(BT) * C);
 #pragma omp parallel for
   for (size_t chunk = 0; chunk < num_chunks(BT); chunk++)
     for (size_t bt = chunk * TOKEN_CHUNK; bt < std::min((chunk + 1) * TOKEN_CHUNK, BT); bt++) {
@@ -253,11 +262,11 @@ void rmsnorm_backward(real* dh,            // (BT,C)
       for (size_t c = 0; c < C; c++) {
         const real hhat = rstd * in[c];
         dh[bt * C + c] = rstd * (weight[c] * din[c] - hhat * mean);
-        partial[chunk * C + c] += din[c] * hhat;
+        sums[chunk * C + c] += din[c] * hhat;
       }
     }
   for (size_t chunk = 0; chunk < num_chunks(BT); chunk++)
-    for (size_t c = 0; c < C; c++) dweight[c] += partial[chunk * C + c];
+    for (size_t c = 0; c < C; c++) dweight[c] += sums[chunk * C + c];
 }
 
 // ---- matrix products -----------------------------------------------------------------------------------
@@ -444,7 +453,7 @@ void attention_forward(real* att,        // (B,T,C)
 }
 
 // forward: att_t = sum_u a_tu v_u, a_t = softmax(score_t), score_tu = scale q_t . k_u
-//   da_tu = datt_t . v_u      delta_t = sum_u a_tu da_tu = datt_t . att_t      dscore_tu = a_tu (da_tu - delta_t)
+//   da_tu = datt_t . v_u      dscore_tu = a_tu (da_tu - delta_t), delta_t = datt_t . att_t as in the route
 //   dv_u = sum_t a_tu datt_t      dq_t = scale sum_u dscore_tu k_u      dk_u = scale sum_t dscore_tu q_t
 void attention_backward(real* dqkv,                        // (B,T,3C)
                         const real* datt,                  // (B,T,C)
@@ -556,7 +565,7 @@ struct Activations {
   real* x;                 // (R, B,T,C) normalised mixes: what the sublayer reads
   real* act;               // (B,T,F)
   real *logits, *losses;   // (CLASSIFIER_ROWS,Vp), (B,T)
-  // Gradients, one sublayer at a time; only the bank lives through the whole backward.
+  // Gradients, one sublayer at a time; only the bank lives through the whole backward. The first dx is the head's.
   real* dbank;         // (N+1, B,T,C): embedding, blocks
   real *dh, *dx;       // (R, B,T,C)
   real *dqkv, *datt;   // (B,T,3C), (B,T,C)
@@ -587,7 +596,7 @@ void for_each_activation(Activations& a, const Config& c, size_t B, size_t T, Vi
   size_t weights = 0;  // elements of p for one token
   for (size_t i = 0; i <= c.sublayers(); i++) weights += num_routes(c, i) * c.num_sources(i);
   visit("stream", a.stream, (c.sublayers() + 1) * BTC);
-  visit("stream rstd", a.rstd, (c.sublayers() + 1) * BT);
+  visit("stream rstd", a.rstd, c.has_routes() ? (c.sublayers() + 1) * BT : 0);
   visit("route weights", a.p, weights * BT);
   visit("qkv", a.qkv, c.L * 3 * BTC);
   visit("attention output", a.att, c.L * BTC);
@@ -599,7 +608,7 @@ void for_each_activation(Activations& a, const Config& c, size_t B, size_t T, Vi
   visit("act", a.act, BTF);
   visit("logits chunk", a.logits, CLASSIFIER_ROWS * c.Vp());
   visit("losses", a.losses, BT);
-  visit("d bank", a.dbank, (c.has_routes() ? c.blocks() + 1 : 1) * BTC);
+  visit("d bank", a.dbank, (bank_index(c, c.sublayers()) + 1) * BTC);
   visit("d mixes", a.dh, R * BTC);
   visit("d normalised mixes", a.dx, 2 * BTC);
   visit("d qkv", a.dqkv, 3 * BTC);
@@ -644,6 +653,12 @@ void model_free(Model& m) {
   m = Model();
 }
 
+// Where everything is. The stream has 2L + 1 slots: slot 0 is the embedding, slot i + 1 the running partial after
+// sublayer i. A block ends where the slot number is a multiple of S. So sublayer i reads (source_slots)
+//   slots 0, S, 2S, ... up to i: the embedding and the finished blocks; and slot i, the running partial, if it is
+//   not one of them; and bank_index(slot) = ceil(slot / S) says to which block a slot belongs, 0 being the embedding.
+// A residual network has one source, slot i, and one block that never ends.
+
 // What one site reads: its sources and the parameters of its routes.
 struct Site {
   size_t K, R;
@@ -659,7 +674,7 @@ Site site_at(Model& m, size_t i, size_t BT) {
   const Activations& a = m.acts;
   Site site = {};
   site.K = c.num_sources(i), site.R = num_routes(c, i);
-  site.p = a.p;
+  site.p = a.p;  // sites follow each other; a handful of additions, next to millions in what follows
   for (size_t j = 0; j < i; j++) site.p += num_routes(c, j) * c.num_sources(j) * BT;
   for (size_t slot : source_slots(c, i)) {
     site.sources.push_back(a.stream + slot * BT * c.C);
@@ -685,25 +700,31 @@ Site site_at(Model& m, size_t i, size_t BT) {
   return site;
 }
 
-// How many different inputs an attention sublayer has: x_qk and x_v, or one x for both.
+// Gradient of the running partial after sublayer i, which is the gradient of the sublayer's output too.
+real* dpartial(const Model& m, size_t i, size_t BT) {
+  return m.acts.dbank + bank_index(m.config, i + 1) * BT * m.config.C;
+}
+
+// How many different inputs a sublayer has: x_qk and x_v where the arm tells them apart, else one.
 size_t num_inputs(const Config& c, const Site& site) { return c.arch == Arch::average ? 1 : std::max<size_t>(site.R, 1); }
 
 // The mixes that a site's norm reads, one per input, each (BT,C).
 const real* site_mixes(const Model& m, const Site& site, size_t BT) {
-  if (site.R == 0) return site.sources.back();  // residual: the running sum itself
+  if (site.R == 0) return site.sources[0];  // residual: the running sum itself
   return m.acts.h + (m.config.arch == Arch::average && site.R == 2 ? 2 * BT * m.config.C : 0);
 }
 
-// Reads the sources through the site's routes and normalises: acts.h and acts.x. The forward also computes
-// and saves the weights p; the backward calls it again to have h and x back.
-void read_sources(Model& m, const Site& site, size_t BT, bool weights_saved) {
+// Reads the sources through the site's routes and normalises: acts.h and acts.x, overwritten by the next site.
+// The forward finds and saves the weights p; the backward, given p, reads again to have h and x back.
+enum class Weights { find, given };
+void read_sources(Model& m, const Site& site, size_t BT, Weights weights) {
   const size_t C = m.config.C;
   real* h = m.acts.h;
-  if (site.R > 0 && weights_saved) route_mix(h, site.p, site.sources.data(), BT, C, site.K, site.R);
-  else if (site.R > 0)
+  if (site.R > 0 && weights == Weights::given) route_mix(h, site.p, site.sources.data(), BT, C, site.K, site.R);
+  if (site.R > 0 && weights == Weights::find)
     route_forward(h, site.p, site.sources.data(), site.rstd.data(), site.query, site.gain, BT, C, site.K, site.R);
   if (m.config.arch == Arch::average && site.R == 2)
-    for (size_t i = 0; i < BT * C; i++) h[2 * BT * C + i] = (h[i] + h[BT * C + i]) / 2;
+    average(h + 2 * BT * C, h, h + BT * C, BT * C);
   for (size_t n = 0; n < num_inputs(m.config, site); n++)
     rmsnorm_forward(m.acts.x + n * BT * C, site_mixes(m, site, BT) + n * BT * C, site.norm, BT, C);
 }
@@ -731,7 +752,7 @@ void model_forward(Model& m, const int* tokens, size_t B, size_t T) {
       const Site site = site_at(m, 2 * l, BT);
       const real *x_qk = a.x, *x_v = a.x + (num_inputs(c, site) - 1) * BT * C;
       real *qkv = a.qkv + l * BT * 3 * C, *att = a.att + l * BT * C;
-      read_sources(m, site, BT, false);
+      read_sources(m, site, BT, Weights::find);
       matmul_forward(qkv, x_qk, w.wqk + l * 2 * C * C, BT, C, 2 * C, 3 * C);
       matmul_forward(qkv + 2 * C, x_v, w.wv + l * C * C, BT, C, C, 3 * C);
       rope_forward(qkv, B, T, C, c.NH);
@@ -742,7 +763,7 @@ void model_forward(Model& m, const int* tokens, size_t B, size_t T) {
     {  // feed-forward: sublayer 2l + 1
       const Site site = site_at(m, 2 * l + 1, BT);
       real *gate = a.gate + l * BT * F, *up = a.up + l * BT * F;
-      read_sources(m, site, BT, false);
+      read_sources(m, site, BT, Weights::find);
       matmul_forward(gate, a.x, w.w_gate + l * F * C, BT, C, F, F);
       matmul_forward(up, a.x, w.w_up + l * F * C, BT, C, F, F);
       swiglu_forward(a.act, gate, up, BT * F);
@@ -750,7 +771,7 @@ void model_forward(Model& m, const int* tokens, size_t B, size_t T) {
       write_partial(m, 2 * l + 1, BT);
     }
   }
-  read_sources(m, site_at(m, c.sublayers(), BT), BT, false);
+  read_sources(m, site_at(m, c.sublayers(), BT), BT, Weights::find);
 }
 
 // Backward of read_sources. acts.dx holds one gradient per input and is used up; dsources gather.
@@ -763,9 +784,8 @@ void read_sources_backward(Model& m, const Site& site, size_t BT) {
   if (c.arch == Arch::tied && R == 2) add(dx, dx + BT * C, BT * C), inputs = R = 1;
   for (size_t n = 0; n < inputs; n++)
     rmsnorm_backward(dh + n * BT * C, site.dnorm, dx + n * BT * C, site_mixes(m, site, BT) + n * BT * C, site.norm, BT, C);
-  if (c.arch == Arch::average && R == 2)  // forward: (h_qk + h_v) / 2
-    for (size_t i = 0; i < BT * C; i++) dh[i] = dh[BT * C + i] = dh[i] / 2;
-  if (R == 0) add(m.acts.dbank, dh, BT * C);  // residual: one running gradient
+  if (c.arch == Arch::average && R == 2) split_average(dh, dh + BT * C, BT * C);
+  if (R == 0) add(site.dsources[0], dh, BT * C);  // residual: h is the source itself
   else
     route_backward(site.dsources.data(), site.dquery, site.dgain, dh, m.acts.h, site.p, site.sources.data(),
                    site.rstd.data(), site.query, site.gain, BT, C, site.K, R);
@@ -782,14 +802,14 @@ void model_backward(Model& m, const int* tokens, size_t B, size_t T) {
   const Activations& a = m.acts;
   const size_t C = c.C, F = c.F, BT = B * T;
 
-  memset(a.dbank, 0, (c.has_routes() ? c.blocks() + 1 : 1) * BT * C * sizeof(real));
+  memset(a.dbank, 0, (bank_index(c, c.sublayers()) + 1) * BT * C * sizeof(real));
   read_sources_backward(m, site_at(m, c.sublayers(), BT), BT);  // h and x are still there from the forward
   for (size_t l = c.L; l-- > 0;) {
     {  // feed-forward: sublayer 2l + 1
       const Site site = site_at(m, 2 * l + 1, BT);
-      const real* dout = a.dbank + (c.has_routes() ? bank_index(c, 2 * l + 2) : 0) * BT * C;
+      const real* dout = dpartial(m, 2 * l + 1, BT);
       const real *gate = a.gate + l * BT * F, *up = a.up + l * BT * F;
-      read_sources(m, site, BT, true);
+      read_sources(m, site, BT, Weights::given);
       swiglu_forward(a.act, gate, up, BT * F);
       matmul_backward(a.dact, d.w_down + l * C * F, dout, a.act, w.w_down + l * C * F, BT, F, C, C);
       swiglu_backward(a.dgate, a.dup, a.dact, gate, up, BT * F);
@@ -800,11 +820,11 @@ void model_backward(Model& m, const int* tokens, size_t B, size_t T) {
     {  // attention: sublayer 2l
       const Site site = site_at(m, 2 * l, BT);
       const size_t inputs = num_inputs(c, site);
-      const real* dout = a.dbank + (c.has_routes() ? bank_index(c, 2 * l + 1) : 0) * BT * C;
+      const real* dout = dpartial(m, 2 * l, BT);
       const real *qkv = a.qkv + l * BT * 3 * C, *att = a.att + l * BT * C;
       const real *x_qk = a.x, *x_v = a.x + (inputs - 1) * BT * C;
       real *dx_qk = a.dx, *dx_v = a.dx + BT * C;
-      read_sources(m, site, BT, true);
+      read_sources(m, site, BT, Weights::given);
       matmul_backward(a.datt, d.wo + l * C * C, dout, att, w.wo + l * C * C, BT, C, C, C);
       attention_backward(a.dqkv, a.datt, qkv, att, a.lse + l * c.NH * BT, B, T, C, c.NH);
       rope_backward(a.dqkv, B, T, C, c.NH);

@@ -533,13 +533,13 @@ void test_who_sees_a_block() {
     for (size_t slot = 0; slot <= c.sublayers(); slot++)
       for (size_t i = 0; i <= c.sublayers(); i++) {
         const auto site = Double::site_at(m, i, BT);
-        Double::read_sources(m, site, BT, false);
+        Double::read_sources(m, site, BT, cpu_double::Weights::find);
         const std::vector<double> h = all_of(m.acts.h, site.R * n);
         double* source = m.acts.stream + slot * n;
         const std::vector<double> kept = all_of(source, n), noise = Random(15).normals(n);
         for (size_t k = 0; k < n; k++) source[k] += noise[k];
         Double::source_rstd(m.acts.rstd + slot * BT, source, BT, c.C);
-        Double::read_sources(m, site, BT, false);
+        Double::read_sources(m, site, BT, cpu_double::Weights::find);
         const std::vector<size_t>& sources = table.slots[i];
         const bool reads = std::find(sources.begin(), sources.end(), slot) != sources.end();
         for (size_t k = 0; k < site.R * n; k++) CHECK_EQ(m.acts.h[k] != h[k], reads);

@@ -34,7 +34,7 @@ struct Config {
   bool two_routes() const { return has_routes() && arch != Arch::block; }
   bool has_v_query() const { return arch == Arch::rd || arch == Arch::average; }
   // Sources that sublayer i reads (i = 2L: the output site): embedding, finished blocks, running partial.
-  size_t num_sources(size_t i) const { return 1 + (i + S - 1) / S; }
+  size_t num_sources(size_t i) const { return has_routes() ? 1 + (i + S - 1) / S : 1; }
   size_t max_sources() const { return num_sources(sublayers()); }
 };
 
@@ -129,15 +129,16 @@ inline ParamCount count_params(const Config& c) {
 // The stream has 2L + 1 slots of (B,T,C): slot 0 is the embedding, slot i + 1 the running partial after
 // sublayer i. A block ends where the slot number is a multiple of S; that slot is then the finished block.
 // So sublayer i reads slots 0, S, 2S, ... up to i, and slot i itself (the running partial) if it is not one
-// of them. i = 2L is the output site.
+// of them. i = 2L is the output site. A residual network reads slot i alone: its slots are running sums of all.
 inline std::vector<size_t> source_slots(const Config& c, size_t i) {
+  if (!c.has_routes()) return {i};
   std::vector<size_t> slots;
   for (size_t s = 0; s <= i; s += c.S) slots.push_back(s);
   if (i % c.S != 0) slots.push_back(i);
   return slots;
 }
 // Number in the bank (0: embedding, n: block n) of the block that a slot belongs to.
-inline size_t bank_index(const Config& c, size_t slot) { return (slot + c.S - 1) / c.S; }
+inline size_t bank_index(const Config& c, size_t slot) { return c.has_routes() ? (slot + c.S - 1) / c.S : 0; }
 
 // Routes at a site: two before an attention sublayer if the arm has two, else one.
 inline size_t num_routes(const Config& c, size_t i) {

@@ -25,7 +25,7 @@ TABLE = [
         ("`K`, `sources`", "what a site reads", "site_at", "source_slots(c, i)"),
         ("`partial + o`", "the write", "write_partial", "add(slot"),
         ("`dbank`", "one gradient per embedding and block", "Activations", "dbank;"),
-        ("`do`", "gradient of the partial after a sublayer, so of its output", "model_backward", "dout = a.dbank"),
+        ("`do`", "gradient of the partial after a sublayer, so of its output", "model_backward", "dout = dpartial"),
     ]),
     ("Route", [
         ("`eps`", "inside every rmsnorm", None, "constexpr real EPS"),
