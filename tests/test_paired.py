@@ -452,7 +452,7 @@ def _():
         )
     refused(
         lambda: study_module.check_comparable(
-            [("one", 1, "a", base, 5.0), ("two", 1, "a", dict(base, arch="rd"), 5.1)]
+            [("one", 1, "a", base, 5.0), ("two", 1, "a", dict(base, arch="rd"), 5.006)]
         ),
         "first losses",
         "batch",

@@ -52,7 +52,7 @@ MAY_DIFFER_BETWEEN_SEEDS = MAY_DIFFER | {"seed", "trainer"}
 
 # With zero queries, where every run starts, all arms compute the same loss up to the norms' eps (well below
 # this); batches that differ give losses that differ. So equal first losses show that a pair saw the same batch.
-FIRST_LOSS_TOLERANCE = 0.02
+FIRST_LOSS_TOLERANCE = 0.005
 
 
 class StudyError(Exception):
