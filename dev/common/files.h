@@ -43,7 +43,8 @@ struct InFile {
       const ssize_t n = pread(fd, to, bytes, off_t(offset));
       if (n < 0 && errno == EINTR) continue;
       if (n < 0) return file_error(path, "read");
-      if (n == 0) return format("%s: ends at byte %zu, expected %zu more", path.c_str(), offset, bytes);
+      if (n == 0)
+        return format("%s: cut short: nothing at byte %zu, expected %zu more", path.c_str(), offset, bytes);
       to += n, offset += size_t(n), bytes -= size_t(n);
     }
     return "";

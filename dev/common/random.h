@@ -58,14 +58,15 @@ inline float normal(uint64_t seed, uint64_t stream, uint64_t i) {
 //
 // A Feistel network, left, right = right, left ^ hash(right), is a permutation of the numbers of 2h bits
 // whatever the hash. With 2^2h >= n, results outside 0 .. n-1 are sent through again until one falls inside
-// (fewer than four trips on average): following the cycles of a permutation keeps it one.
+// (fewer than four trips on average, n > 16): following the cycles of a permutation keeps it one. With h < 3
+// the few possible hashes would make some orders far likelier than others.
 inline uint64_t permute(uint64_t seed, uint64_t epoch, uint64_t n, uint64_t i) {
-  int half = 1;
+  int half = 3;
   while (half < 31 && (uint64_t(1) << 2 * half) < n) half++;
   const uint64_t mask = (uint64_t(1) << half) - 1;
   do {
     uint64_t left = i >> half, right = i & mask;
-    for (uint64_t round = 0; round < 6; round++) {
+    for (uint64_t round = 0; round < 8; round++) {
       const Random4 hash = philox(seed, STREAM_SHUFFLE + round, epoch << 32 ^ right);
       const uint64_t next = left ^ (hash.x[0] & mask);
       left = right;

@@ -1,0 +1,272 @@
+// test_shards.cpp - token shards: windows and their order, huge files, bad files.
+#include <algorithm>
+#include <map>
+
+#include "dev/common/shards.h"
+#include "tests/check.h"
+#include "tests/child.h"
+
+// A shard file as bytes; count overrides the number of tokens in the header.
+static std::string shard_bytes(const std::vector<uint16_t>& tokens, int32_t magic = SHARD_MAGIC,
+                               int32_t version = SHARD_VERSION, int64_t count = -1) {
+  std::vector<int32_t> header(256);
+  header[0] = magic, header[1] = version, header[2] = int32_t(count >= 0 ? count : int64_t(tokens.size()));
+  std::string bytes(reinterpret_cast<const char*>(header.data()), 1024);
+  if (!tokens.empty()) bytes.append(reinterpret_cast<const char*>(tokens.data()), 2 * tokens.size());
+  return bytes;
+}
+// n different tokens from `first` upwards.
+static std::vector<uint16_t> counting(size_t n, size_t first = 0) {
+  std::vector<uint16_t> tokens(n);
+  for (size_t i = 0; i < n; i++) tokens[i] = uint16_t(first + i);
+  return tokens;
+}
+
+static void test_windows() {
+  const size_t T = 37, B = 4;
+  Scratch folder;
+  const struct { size_t tokens, windows; } sizes[] = {
+    {B * T, B - 1}, {B * T + 1, B}, {B * T + 2, B}, {3 * B * T + 104, 3 * B + 2},
+    {0, 0}, {1, 0}, {T, 0}, {T + 1, 1},
+  };
+  for (const auto& size : sizes) {
+    TEST(format("a shard of %zu tokens: %zu windows of %zu + 1, each in its place", size.tokens, size.windows,
+                T));
+    write_file(folder / "shard.bin", shard_bytes(counting(size.tokens)));
+    const TokenData data = TokenData::from_glob(folder / "shard.bin", 65536);
+    CHECK_EQ(data.num_tokens(), size.tokens);
+    CHECK_EQ(data.num_windows(T), size.windows);
+    for (size_t i = 0; i < data.num_windows(T); i++) {
+      std::vector<int> inputs(T, -1), targets(T, -1);
+      data.window(i, T, inputs.data(), targets.data());
+      for (size_t t = 0; t < T; t++) CHECK(inputs[t] == int(i * T + t) && targets[t] == int(i * T + t + 1));
+    }
+  }
+
+  TEST("tokens in memory read as the same tokens in a file");
+  const std::vector<uint16_t> tokens = counting(500, 7);
+  write_file(folder / "shard.bin", shard_bytes(tokens));
+  const TokenData file = TokenData::from_glob(folder / "shard.bin", 65536);
+  const TokenData memory = TokenData::from_tokens(tokens, "memory", 65536);
+  CHECK_EQ(file.num_windows(T), memory.num_windows(T));
+  for (size_t i = 0; i < file.num_windows(T); i++) {
+    std::vector<int> a(2 * T), b(2 * T);
+    file.window(i, T, a.data(), a.data() + T);
+    memory.window(i, T, b.data(), b.data() + T);
+    CHECK(a == b);
+  }
+}
+
+// Three shards, the middle one too short for a window.
+static TokenData three_shards(const Scratch& folder, size_t T) {
+  write_file(folder / "train_2.bin", shard_bytes(counting(3 * T + 1, 20000)));
+  write_file(folder / "train_0.bin", shard_bytes(counting(5 * T + 9, 0)));
+  write_file(folder / "train_1.bin", shard_bytes(counting(T, 10000)));
+  write_file(folder / "other.bin", "not a shard, and not matched");
+  return TokenData::from_glob(folder / "train_*.bin", 65536);
+}
+
+static void test_order() {
+  const size_t T = 11;
+  Scratch folder;
+  const TokenData data = three_shards(folder, T);
+  std::vector<int> inputs(T), targets(T);
+
+  TEST("several shards: in the order of their names, no window across an edge");
+  CHECK_EQ(data.shards.size(), 3u);
+  CHECK_EQ(data.num_windows(T), 8u);
+  std::vector<int> firsts;
+  for (size_t i = 0; i < 8; i++) {
+    data.window(i, T, inputs.data(), targets.data());
+    CHECK_EQ(targets[T - 1], inputs[0] + int(T));
+    firsts.push_back(inputs[0]);
+  }
+  CHECK(firsts == std::vector<int>({0, 11, 22, 33, 44, 20000, 20011, 20022}));
+
+  const auto first_of = [&](uint64_t seed, uint64_t k) {
+    training_example(data, T, seed, k, inputs.data(), targets.data());
+    return inputs[0];
+  };
+  TEST("each window exactly once in every epoch, epochs and seeds in orders of their own");
+  std::map<std::vector<int>, int> orders;
+  for (uint64_t seed : {1, 2, 3})
+    for (uint64_t epoch : {0, 1, 2, 1000000}) {
+      std::vector<int> order;
+      for (uint64_t k = 0; k < 8; k++) order.push_back(first_of(seed, epoch * 8 + k));
+      orders[order]++;
+      std::sort(order.begin(), order.end());
+      CHECK(order == firsts);
+    }
+  printf("     %zu different orders in 12 epochs of 8 windows\n", orders.size());
+  CHECK_EQ(orders.size(), 12u);
+  CHECK_EQ(orders.count(firsts), 0u);
+
+  TEST("the edge between epochs: example n - 1 ends one, example n starts the next");
+  std::vector<int> last(7), next(7);
+  for (uint64_t k = 0; k < 7; k++) last[k] = first_of(5, 1 + k), next[k] = first_of(5, 8 + k);
+  const int left = first_of(5, 0);
+  CHECK_EQ(std::count(last.begin(), last.end(), left), 0);
+  CHECK_EQ(first_of(5, 8), next[0]);  // asking out of order changes nothing
+  CHECK_EQ(first_of(5, 0), left);
+
+  TEST("fewer windows than examples a step: a step may cross several epochs");
+  const TokenData small = TokenData::from_tokens(counting(2 * T + 1), "small", 65536);
+  std::map<int, int> seen;
+  for (uint64_t k = 0; k < 10; k++) {
+    training_example(small, T, 1, k, inputs.data(), targets.data());
+    seen[inputs[0]]++;
+  }
+  CHECK(seen[0] == 5 && seen[int(T)] == 5);
+}
+
+static void test_permutation_quality() {
+  TEST("the order is even: every window is equally likely at every place");
+  for (uint64_t n : {3, 5, 7, 20}) {
+    const double expected = 1000;
+    std::vector<int> counts(n * n);
+    for (uint64_t epoch = 0; epoch < n * uint64_t(expected); epoch++)
+      for (uint64_t i = 0; i < n; i++) counts[i * n + permute(3, epoch, n, i)]++;
+    double chi_squared = 0;
+    for (int count : counts) chi_squared += (count - expected) * (count - expected) / expected;
+    // A random permutation matrix has (n-1)^2 degrees of freedom, each of variance n / (n-1) here.
+    const double freedom = double((n - 1) * (n - 1)), statistic = chi_squared * double(n - 1) / double(n);
+    const double deviations = (statistic - freedom) / std::sqrt(2 * freedom);
+    printf("     n = %2d: chi squared %.1f, expected %.0f: %+.2f standard deviations\n", int(n), statistic,
+           freedom, deviations);
+    CHECK(std::fabs(deviations) < 4);
+  }
+}
+
+static void test_huge() {
+  TEST("a sparse shard of 2.2 GB: windows on both sides of byte 2^31");
+  Scratch folder;
+  const std::string path = folder / "huge.bin";
+  const size_t tokens = 1100000000, T = 1024;  // byte 2^31 is token 1,073,741,312
+  write_file(path, shard_bytes({}, SHARD_MAGIC, SHARD_VERSION, int64_t(tokens)));
+  if (truncate(path.c_str(), off_t(SHARD_HEADER + 2 * tokens)) != 0) {
+    SKIP("no sparse file of 2.2 GB in /tmp");
+    return;
+  }
+  const size_t last = (tokens - 1) / T - 1, around = ((size_t(1) << 31) - SHARD_HEADER) / 2 / T;
+  FILE* file = fopen(path.c_str(), "r+b");
+  for (size_t window : {around, last})
+    for (size_t t : {size_t(0), T}) {
+      const uint16_t token = uint16_t(window % 1000 + t);
+      CHECK_EQ(fseeko(file, off_t(SHARD_HEADER + 2 * (window * T + t)), SEEK_SET), 0);
+      CHECK_EQ(fwrite(&token, 2, 1, file), 1u);
+    }
+  fclose(file);
+  const TokenData data = TokenData::from_glob(path, 65536);
+  CHECK_EQ(data.num_tokens(), tokens);
+  CHECK_EQ(data.num_windows(T), last + 1);
+  std::vector<int> inputs(T), targets(T);
+  for (size_t window : {around, last}) {
+    data.window(window, T, inputs.data(), targets.data());
+    const size_t at = SHARD_HEADER + 2 * window * T;
+    printf("     window %zu, from byte %zu: %d .. %d\n", window, at, inputs[0], targets[T - 1]);
+    CHECK_EQ(inputs[0], int(window % 1000));
+    CHECK_EQ(inputs[1], 0);
+    CHECK_EQ(targets[T - 1], int(window % 1000 + T));
+  }
+  const size_t begin = SHARD_HEADER + 2 * around * T, limit = size_t(1) << 31;
+  CHECK(begin < limit && begin + 2 * T >= limit);
+}
+
+static void test_many() {
+  TEST("more shards than the usual limit of open files");
+  Scratch folder;
+  struct rlimit limit;
+  getrlimit(RLIMIT_NOFILE, &limit);
+  if (limit.rlim_max < 2000) {
+    SKIP("fewer than 2000 open files allowed");
+    return;
+  }
+  for (size_t i = 0; i < 1500; i++) write_file(folder / format("s_%04zu.bin", i), shard_bytes(counting(5, i)));
+  limit.rlim_cur = 1024;
+  setrlimit(RLIMIT_NOFILE, &limit);
+  const TokenData data = TokenData::from_glob(folder / "s_*.bin", 65536);
+  int inputs[4], targets[4];
+  data.window(1499, 4, inputs, targets);
+  CHECK_EQ(inputs[0], 1499);
+  CHECK_EQ(targets[3], 1503);
+}
+
+static void test_bad() {
+  Scratch folder;
+  const std::string path = folder / "bad.bin", good = shard_bytes(counting(100));
+  const size_t size = good.size();
+  const auto refused = [&](const std::string& name, const std::string& bytes, const std::string& message) {
+    TEST("refused: " + name);
+    write_file(path, bytes);
+    CHECK(refuses(in_child([&] { TokenData::from_glob(path, 256); }), 1, path + ": " + message));
+  };
+  refused("an empty file", "", "0 bytes, too short for a shard's header of 1024");
+  refused("half a header", good.substr(0, 1023), "1023 bytes, too short for a shard's header of 1024");
+  refused("another magic", shard_bytes(counting(100), 20240521),
+          "not a token shard: magic 20240521, expected 20240520");
+  refused("a text file", std::string(5000, 'a'), "not a token shard: magic 1633771873, expected 20240520");
+  refused("another version", shard_bytes(counting(100), SHARD_MAGIC, 2), "shard version 2, expected 1");
+  refused("a negative count", shard_bytes(counting(100), SHARD_MAGIC, 1, 0xFFFFFFFF),
+          "its header counts -1 tokens, expected 0 or more");
+  refused("one byte missing", good.substr(0, size - 1),
+          "1223 bytes, expected 1224 as its header counts 100 tokens");
+  refused("one byte too many", good + "x", "1225 bytes, expected 1224 as its header counts 100 tokens");
+  refused("a count larger than the file", shard_bytes(counting(100), SHARD_MAGIC, 1, 0x7FFFFFFF),
+          "1224 bytes, expected 4294968318 as its header counts 2147483647 tokens");
+  refused("an unfinished download", good.substr(0, 1024),
+          "1024 bytes, expected 1224 as its header counts 100 tokens");
+
+  TEST("refused: one bad shard among good ones");
+  write_file(folder / "a.bin", good);
+  write_file(folder / "z.bin", good);
+  const auto open = [&](const std::string& pattern) {
+    return in_child([=] { TokenData::from_glob(pattern, 256); });
+  };
+  CHECK(refuses(open(folder / "*.bin"), 1, "bad.bin: 1024 bytes"));
+
+  TEST("refused: no file, no match, a folder, a pipe");
+  CHECK(refuses(open(folder / "none.bin"), 1, "none.bin: no file of that name"));
+  CHECK(refuses(open(folder / "none_*.bin"), 1, "none_*.bin: no file of that name or pattern"));
+  CHECK(refuses(open(folder.path), 1, "not a regular file"));
+  CHECK_EQ(mkfifo((folder / "pipe").c_str(), 0600), 0);
+  CHECK(refuses(open(folder / "pipe"), 1, "pipe: not a regular file"));
+  CHECK(refuses(open("/dev/full"), 1, "/dev/full: not a regular file"));
+
+  TEST("refused: too few tokens for one window");
+  const TokenData data = TokenData::from_glob(folder / "a.bin", 256);
+  data.require_window(99);
+  int inputs[128], targets[128];
+  const char* none = "a.bin: no shard holds one window of 100 + 1 tokens (1 shard, 100 tokens in all)";
+  CHECK(refuses(in_child([&] { data.require_window(100); }), 1, none));
+  CHECK(refuses(in_child([&] { training_example(data, 100, 1, 0, inputs, targets); }), 1, none));
+  CHECK(refuses(in_child([&] { data.window(9, 10, inputs, targets); }), 1, "window 9 past the last of 9"));
+
+  TEST("refused: a token outside the vocabulary, with its place, wherever it is in the window");
+  std::vector<uint16_t> tokens = counting(100);
+  tokens[60] = 256;
+  write_file(path, shard_bytes(tokens));
+  const TokenData altered = TokenData::from_glob(path, 256);
+  altered.window(4, 10, inputs, targets);  // tokens 40 .. 50
+  const char* message = "bad.bin: token 60, at byte 1144, is 256; expected less than the vocabulary's 256";
+  CHECK(refuses(in_child([&] { altered.window(5, 10, inputs, targets); }), 1, message));  // its last target
+  CHECK(refuses(in_child([&] { altered.window(6, 10, inputs, targets); }), 1, message));  // its first input
+  altered.window(7, 10, inputs, targets);
+  CHECK_EQ(targets[9], 80);
+
+  TEST("refused: a shard that shrinks while it is read");
+  write_file(path, good);
+  const TokenData shrinking = TokenData::from_glob(path, 256);
+  if (truncate(path.c_str(), 1100) != 0) perror("truncate");
+  CHECK(refuses(in_child([&] { shrinking.window(8, 10, inputs, targets); }), 1,
+                "bad.bin: cut short: nothing at byte 1184, expected 22 more"));
+}
+
+int main() {
+  test_windows();
+  test_order();
+  test_permutation_quality();
+  test_huge();
+  test_many();
+  test_bad();
+  return finish();
+}
