@@ -279,7 +279,7 @@ static const Fault FAULTS[] = {
      CUDA_CHECK(cudaMalloc(&gone, 256));
      CUDA_CHECK(cudaFree(gone));
      launch(add_one, 1, 64, 0, 0, gone);
-   }, "pointer parameter 1", "pointer parameter 1", "pointer parameter 1"},
+   }, "add_one: parameter 1", "add_one: parameter 1", "add_one: parameter 1"},
   {"host pointer as a parameter", [] {
      std::vector<float> host(64);
      launch(add_one, 1, 64, 0, 0, host.data());
@@ -362,7 +362,7 @@ static const Fault FAULTS[] = {
   {"blocks that overlap", [] { run64(244, 4, 0, overlapping_blocks); }, ANY, ANY, "wrote before"},
   {"warps that write one cell", [] { run64(64, 1, 0, same_cell); }, UNSEEN, UNSEEN, "data race"},
   // ---- launches ---------------------------------------------------------------------------------------
-  {"1025 threads", [] { Device<float> a(1); launch(add_one, 1, 1025, 0, 0, a.d); }, "launch of add_one", "bad configuration", "bad configuration"},
+  {"1025 threads", [] { Device<float> a(1); launch(add_one, 1, 1025, 0, 0, a.d); }, "bad configuration of add_one", "bad configuration", "bad configuration"},
   {"empty grid", [] { Device<float> a(1); launch(add_one, 0, 64, 0, 0, a.d); }, "grid (0,1,1)", "grid (0,1,1)", "grid (0,1,1)"},
   {"grid too large", [] { Device<float> a(1); launch(add_one, size_t(1) << 32, 64, 0, 0, a.d); }, "bad configuration", "bad configuration", "bad configuration"},
   {"grid y too large", [] { Device<float> a(1); launch(add_one, dim3(1, 65536), 64, 0, 0, a.d); }, "bad configuration", "bad configuration", "bad configuration"},
@@ -401,8 +401,8 @@ static const Fault FAULTS[] = {
      CUDA_CHECK(cudaFree(p));
    }, "emu: in cudaFree", "was freed before", "was freed before"},
   {"free of host memory", [] { std::vector<float> h(64); CUDA_CHECK(cudaFree(h.data())); }, "was not returned by cudaMalloc", "was not returned by cudaMalloc", "was not returned by cudaMalloc"},
-  {"leak of device memory", [] { float* p; CUDA_CHECK(cudaMalloc(&p, 1000)); }, "cudaMalloc of 1000 bytes at", "cudaMalloc of 1000 bytes at", "cudaMalloc of 1000 bytes at"},
-  {"leak of an event", [] { cudaEvent_t e; CUDA_CHECK(cudaEventCreate(&e)); }, "event made at", "event made at", "event made at"},
+  {"leak of device memory", [] { float* p; CUDA_CHECK(cudaMalloc(&p, 1000)); }, "device memory of 1000 bytes", "device memory of 1000 bytes", "device memory of 1000 bytes"},
+  {"leak of an event", [] { cudaEvent_t e; CUDA_CHECK(cudaEventCreate(&e)); }, "event of 0 bytes, made at", "made at", "made at"},
   {"time of an event never recorded", [] {
      cudaEvent_t e;
      float ms;
@@ -459,9 +459,9 @@ static const Fault FAULTS[] = {
   {"product: operand types differ", [] { product_fault([](Product& p) { p.type_a = CUDA_R_32F; }); }, "unsupported types", "unsupported types", "unsupported types"},
   {"product: float into bf16", [] { product_fault([](Product& p) { p.type_a = p.type_b = CUDA_R_32F, p.type_d = CUDA_R_16BF; }); }, "unsupported types", "unsupported types", "unsupported types"},
   {"product: output buffer too small", [] { product_fault([](Product& p) { p.small_output = true; }); },
-   "cublasLtMatmul D: 512 bytes", "run past the end of 508", "run past the end of 508"},
+   "D: 512 bytes", "run past the end of 508", "run past the end of 508"},
   {"product: host operand", [] { product_fault([](Product& p) { p.host_operand = true, p.alignment = 1; }); },
-   "cublasLtMatmul A", "is not device memory", "is not device memory"},
+   "A: ", "is not device memory", "is not device memory"},
   {"product: unwritten operand", [] { product_fault([](Product& p) { p.unwritten = true; }); }, UNSEEN, UNSEEN, "nobody has written"},
   {"product: algorithm of another product", [] { product_fault([](Product& p) { p.reuse_algorithm = true; }); }, "for another product", "for another product", "for another product"},
   {"product: workspace too small", [] { product_fault([](Product& p) { p.workspace = 100; }); }, "the workspace has 100 bytes", "the workspace has 100 bytes", "the workspace has 100 bytes"},
@@ -479,7 +479,7 @@ static int run_fault(size_t i, const char* order, std::string* output) {
     close(pipe_ends[0]), close(pipe_ends[1]);
     setenv("EMU_ORDER", order, 1);
     setenv("ASAN_OPTIONS", "detect_leaks=0", 1);  // a program that ends in the middle leaks
-    setenv("OMP_NUM_THREADS", "2", 1);
+    setenv("EMU_THREADS", "2", 1);
     execl("/proc/self/exe", "test_emulator", "fault", std::to_string(i).c_str(), static_cast<char*>(nullptr));
     _Exit(1);
   }

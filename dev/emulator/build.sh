@@ -9,17 +9,17 @@ shift 3 || { sed -n 2,4p "$0" >&2; exit 2; }
 cxx=${CXX:-g++}
 common="-std=c++17 -g -Wall -Wextra -Wno-unknown-pragmas -fno-strict-aliasing"
 case $mode in
-  fast) engine="-fopenmp"            program="-O3 -march=native -fopenmp" link="-fopenmp" ;;
-  asan) engine="-fopenmp -DEMU_ASAN" program="-O1 -fopenmp -fsanitize=address,undefined -fno-sanitize-recover=undefined" link="$program" ;;
+  fast) engine=""           program="-O3 -march=native -fopenmp" link="-fopenmp" ;;
+  asan) engine="-DEMU_ASAN" program="-O1 -fopenmp -fsanitize=address,undefined -fno-sanitize-recover=undefined" link=$program ;;
   # The calls that the thread sanitizer puts into the program are answered by race.cpp: its library is not linked.
-  race) engine="-DEMU_RACE"          program="-O1 -fsanitize=thread -DEMU_RACE" link="" ;;
+  race) engine="-DEMU_RACE" program="-O1 -fsanitize=thread -DEMU_RACE" link="" ;;
   *) echo "error: build '$mode', expected fast, asan or race" >&2; exit 2 ;;
 esac
 cache=$here/../../build/emulator/$mode-$(basename "$cxx")
 mkdir -p "$cache"
 (
   flock 9
-  for f in engine runtime tensor gemm race; do
+  for f in host engine runtime tensor gemm race; do
     newest=$(ls -t "$here"/*.h "$here/build.sh" "$here/$f.cpp" | head -1)
     if [ ! "$cache/$f.o" -nt "$newest" ]; then
       $cxx $common -O3 -march=native $engine -c "$here/$f.cpp" -o "$cache/$f.o.part" && mv "$cache/$f.o.part" "$cache/$f.o"
@@ -27,5 +27,5 @@ mkdir -p "$cache"
   done
 ) 9> "$cache/lock"
 $cxx -x c++ $common $program -I "$here" "$@" -c "$source" -o "$output.o"
-$cxx "$output.o" "$cache"/*.o $link -o "$output"
+$cxx "$output.o" "$cache"/*.o $link -pthread -o "$output"
 rm "$output.o"

@@ -68,7 +68,7 @@ EMU_INLINE void warp_op(const char* op, Site site, unsigned mask, Args& args, F&
 // ---- memory checks: AddressSanitizer's in the asan build, race.cpp's in the race build, else nothing ---
 enum class Access { read, write, atomic, in_flight };  // in_flight: a cp.async is on its way, too early to read
 void touch(const void* p, size_t bytes, Access, const void* caller = nullptr);
-void check_pointer(const char* kernel, Site, size_t parameter, const void* p);
+void check_pointer(const char* kernel, size_t parameter, const void* p);  // fails unless device memory or null
 
 // ---- streams: a queue each; at once, or as late as the program allows ----------------------------------
 struct Stream;
@@ -89,20 +89,20 @@ void start(Launch, Stream*);
 std::string kernel_name(const char* launch_text);
 
 template <class... P, class... A>
-void launch_kernel(Site site, const char* text, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, Stream* stream, A... args) {
+void launch_kernel(Site site, const char* text, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared,
+                   Stream* stream, A... args) {
   static_assert(sizeof...(P) == sizeof...(A), "launch: number of kernel arguments");
   static_assert((std::is_trivially_copyable_v<P> && ...), "launch: kernel parameters are copied as bytes");
   using Call = std::tuple<void (*)(P...), P...>;
   auto call = std::make_shared<Call>(kernel, static_cast<P>(args)...);
   const std::string name = kernel_name(text);
-  std::apply([&](auto, const P&... p) {
-    size_t i = 0;
-    auto check = [&](const auto& value) {
-      i++;
-      if constexpr (std::is_pointer_v<std::decay_t<decltype(value)>>) check_pointer(name.c_str(), site, i, value);
-    };
-    (check(p), ...);
-  }, *call);
+  Api api("launch", site);
+  size_t i = 0;
+  auto check = [&](auto p) {
+    i++;
+    if constexpr (std::is_pointer_v<decltype(p)>) check_pointer(name.c_str(), i, p);
+  };
+  std::apply([&](auto, auto... p) { (check(p), ...); }, *call);
   auto body = [](const void* c) { std::apply([](auto k, auto... p) { k(p...); }, *static_cast<const Call*>(c)); };
   start({name, site, grid, block, shared, body, call, sizeof(Call)}, stream);
 }

@@ -1,16 +1,13 @@
-// engine.cpp - fibers, their scheduler, barriers, warp-wide operations, launches.
+// engine.cpp - what a GPU does with a kernel: threads, warps, barriers, blocks, a grid.
 #include "engine.h"
 
 #include <link.h>
 #include <signal.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
-
 #if defined(EMU_ASAN)
 #include <pthread.h>
 #include <sanitizer/asan_interface.h>
@@ -22,97 +19,9 @@ namespace emu {
 EMU_PER_CORE Thread* self = nullptr;
 EMU_PER_CORE Engine* engine = nullptr;
 
-static const char* setting(const char* name, const char* otherwise) {
-  const char* value = getenv(name);
-  return value && *value ? value : otherwise;
-}
-Order order = [] {
-  const std::string s = setting("EMU_ORDER", "forward");
-  if (s != "forward" && s != "reverse" && s != "random") fail("EMU_ORDER is %s, expected forward, reverse or random", s.c_str());
-  return s == "forward" ? Order::forward : s == "reverse" ? Order::reverse : Order::random;
-}();
-uint64_t seed = strtoull(setting("EMU_SEED", "1"), nullptr, 10);
-size_t device_bytes = strtoull(setting("EMU_MEMORY_MB", "8192"), nullptr, 10) << 20;
-
-unsigned random_below(unsigned n) {  // xorshift, one state per OS thread
-  uint64_t& s = start_engine().random;
-  s ^= s << 13, s ^= s >> 7, s ^= s << 17;
-  return unsigned((s >> 32) % n);
-}
-
-// ---- errors -------------------------------------------------------------------------------------------
-static Api* api = nullptr;
-Api::Api(const char* name, Site site) : name(name), site(site), outer(api) { api = this; }
-Api::~Api() { api = outer; }
-
-void print_position() {
-  if (self) {
-    const uint3 b = engine->index, t = self->index;
-    const Launch& l = *engine->launch;
-    fprintf(stderr, "emu: in kernel %s (launched at %s:%d), block (%u,%u,%u), thread (%u,%u,%u)\n", l.kernel.c_str(),
-            l.site.file, l.site.line, b.x, b.y, b.z, t.x, t.y, t.z);
-  } else if (api) {
-    fprintf(stderr, "emu: in %s, called at %s:%d\n", api->name, api->site.file, api->site.line);
-  }
-}
-void fail(const char* format, ...) {
-  fflush(stdout);
-  fprintf(stderr, "emu: error: ");
-  va_list list;
-  va_start(list, format);
-  vfprintf(stderr, format, list);
-  va_end(list);
-  fprintf(stderr, "\n");
-  print_position();
-  _Exit(FAILED);
-}
-
-// The source line of an instruction; where it was inlined, the chain of callers up to the kernel.
-std::string source_line(const void* caller) {
-  uintptr_t load_address = 0;  // what the executable's own addresses are shifted by
-  dl_iterate_phdr([](dl_phdr_info* info, size_t, void* p) { *static_cast<uintptr_t*>(p) = info->dlpi_addr; return 1; }, &load_address);
-  char exe[300] = {}, text[500];
-  if (!caller || readlink("/proc/self/exe", exe, sizeof exe - 1) < 0) return "?";
-  snprintf(text, sizeof text, "addr2line -i -e '%s' 0x%zx 2>/dev/null", exe, size_t(reinterpret_cast<uintptr_t>(caller) - load_address - 1));
-  std::string lines;
-  FILE* f = popen(text, "r");
-  while (f && fgets(text, sizeof text, f)) {
-    text[strcspn(text, " \n")] = 0;
-    if (strstr(text, "dev/emulator/") || *text == '?') continue;
-    const char* slash = strrchr(text, '/');
-    lines += (lines.empty() ? "" : ", called at ") + std::string(slash ? slash + 1 : text);
-  }
-  if (f) pclose(f);
-  return lines.empty() ? "?" : lines;
-}
-std::string source_line(Site site, const void* caller) {  // compilers merge branches: the line is the site's
-  const std::string lines = source_line(caller);
-  const char* slash = strrchr(site.file, '/');
-  const std::string line = std::string(slash ? slash + 1 : site.file) + ":" + std::to_string(site.line);
-  return lines.compare(0, line.size(), line) ? line : lines;
-}
-[[noreturn]] static void deadlock() {  // group the threads by what they do, then list the groups
-  const Engine& e = *engine;
-  std::string text;
-  for (int i = 0, j; i < e.n; i = j) {
-    const Fiber& a = e.fibers[i];
-    for (j = i; j < e.n; j++) {
-      const Fiber& b = e.fibers[j];
-      if (a.state != b.state || (a.state != State::left && (a.op != b.op || a.site.line != b.site.line))) break;
-    }
-    text += "\n  threads " + std::to_string(i) + ".." + std::to_string(j - 1);
-    if (a.state == State::left) { text += " have left the kernel"; continue; }
-    text += std::string(" wait in ") + a.op + " at " + source_line(a.site, a.caller);
-    char mask[40];
-    snprintf(mask, sizeof mask, " with mask 0x%08x", a.mask);
-    if (a.state == State::at_warp_op) text += mask;
-  }
-  fail("some threads wait for threads that never come:%s", text.c_str());
-}
-
 // ---- switching between fibers -------------------------------------------------------------------------
-// emu_switch(&old, new): push what the calling convention says a function keeps, save the stack pointer in old, take
-// up the stack pointer new, pop, return: into another fiber, at the place where that one called emu_switch.
+// emu_switch(&old, new): push what a function must keep for its caller, save the stack pointer in old, take up the
+// stack pointer new, pop, return: into another fiber, at the place where that one called emu_switch.
 extern "C" void emu_switch(void** save_stack_pointer, void* load_stack_pointer);
 #if defined(__x86_64__)
 constexpr size_t SAVED = 8, RETURN_ADDRESS = 6;  // words on the stack of a fiber that does not run
@@ -151,7 +60,7 @@ emu_switch:
 #error "dev/emulator/engine.cpp: write emu_switch for this processor"
 #endif
 
-static void arrived([[maybe_unused]] Fiber& now) {
+static void arrive([[maybe_unused]] Fiber& now) {
 #if defined(EMU_ASAN)
   __sanitizer_finish_switch_fiber(now.fake_stack, nullptr, nullptr);
 #endif
@@ -165,7 +74,26 @@ static void switch_to(Fiber& to) {
   __sanitizer_start_switch_fiber(&from.fake_stack, to.stack, to.stack_bytes);
 #endif
   emu_switch(&from.stack_pointer, to.stack_pointer);
-  arrived(from);
+  arrive(from);
+}
+
+// ---- who runs next ------------------------------------------------------------------------------------
+[[noreturn]] static void deadlock() {  // group the threads by what they do, then list the groups
+  const Engine& e = *engine;
+  std::string text;
+  for (int i = 0, j; i < e.n; i = j) {
+    const Fiber& a = e.fibers[i];
+    for (j = i; j < e.n; j++) {
+      const Fiber& b = e.fibers[j];
+      if (a.state != b.state || (a.state != State::left && (a.op != b.op || a.site.line != b.site.line))) break;
+    }
+    text += "\n  threads " + std::to_string(i) + ".." + std::to_string(j - 1);
+    char mask[40] = "";
+    if (a.state == State::at_warp_op) snprintf(mask, sizeof mask, " with mask 0x%08x", a.mask);
+    if (a.state == State::left) text += " have left the kernel";
+    else text += std::string(" wait in ") + a.op + " at " + source_line(a.site, a.caller) + mask;
+  }
+  fail("some threads wait for threads that never come:%s", text.c_str());
 }
 static void make_ready(Fiber& t) { t.state = State::ready, engine->ready.push_back(&t); }
 static void schedule() {  // give the CPU to the next thread that can run
@@ -187,10 +115,10 @@ static void schedule() {  // give the CPU to the next thread that can run
   switch_to(*next);
 }
 [[noreturn]] static void fiber_main() {
-  arrived(*engine->running);
+  arrive(*engine->running);
   for (;;) {
     engine->launch->body(engine->parameters);
-    land_copies(0);
+    commit_copies(), land_copies(0);
     engine->running->state = State::left, engine->left++;
     schedule();  // comes back when the next block starts
   }
@@ -207,44 +135,46 @@ static void make_fiber(Fiber& t, int number) {  // the page below the stack stay
 
 // ---- barriers and warp-wide operations ----------------------------------------------------------------
 static bool same(Site a, Site b) { return a.line == b.line && !strcmp(a.file, b.file); }
-static Fiber& running_in(const char* op, Site site) {
+static Fiber& arrive_in(const char* op, Site site, State state, const void* caller) {
   if (!self) fail("%s at %s:%d outside any kernel", op, site.file, site.line);
-  return *engine->running;
+  Fiber& t = *engine->running;
+  t.state = state, t.op = op, t.site = site, t.caller = caller;
+  return t;
 }
+static std::string place(const Fiber& t) { return source_line(t.site, t.caller); }
+
 void barrier(Site site) {
-  Fiber& t = running_in("__syncthreads", site);
+  const Fiber& t = arrive_in("__syncthreads", site, State::at_barrier, __builtin_return_address(0));
   Engine& e = *engine;
-  t.state = State::at_barrier, t.op = "__syncthreads", t.site = site, t.caller = __builtin_return_address(0);
   if (++e.at_barrier == e.n) {
     e.at_barrier = 0;
-    for (int i = 0; i < e.n; i++) {
-      const Fiber& o = e.fibers[i];
-      if (!same(o.site, site))
-        fail("threads meet in different __syncthreads: thread %d at %s, thread %d at %s", o.linear,
-             source_line(o.site, o.caller).c_str(), t.linear, source_line(site, t.caller).c_str());
-    }
+    for (int i = 0; i < e.n; i++)
+      if (!same(e.fibers[i].site, site))
+        fail("threads meet in different __syncthreads: thread %d at %s, thread %d at %s", i, place(e.fibers[i]).c_str(),
+             t.linear, place(t).c_str());
     for (int i = 0; i < e.n; i++) make_ready(e.fibers[i]);
     race_sync(-1);
   }
   schedule();
 }
 void warp_synced() { race_sync(self->warp); }
+
 void meet(const char* op, Site site, unsigned mask, void* args, void (*together)(void**, void*), void* f) {
-  Fiber& t = running_in(op, site);
+  Fiber& t = arrive_in(op, site, State::at_warp_op, __builtin_return_address(0));
+  t.mask = mask, t.args = args;
   Warp& w = engine->warps[t.warp];
   Fiber* lanes = &engine->fibers[t.warp * 32];
-  t.state = State::at_warp_op, t.op = op, t.site = site, t.mask = mask, t.args = args, t.caller = __builtin_return_address(0);
   if (!(mask >> t.lane & 1))
-    fail("%s at %s: lane %d calls it but mask 0x%08x leaves it out", op, source_line(site, t.caller).c_str(), t.lane, mask);
+    fail("%s at %s: lane %d calls it but mask 0x%08x leaves it out", op, place(t).c_str(), t.lane, mask);
   if (const unsigned others = w.arrived & mask) {
     const Fiber& o = lanes[__builtin_ctz(others)];
     if (strcmp(o.op, op) || o.mask != mask || !same(o.site, site))
-      fail("lanes of one warp meet in different operations: lane %d in %s mask 0x%08x at %s, lane %d in %s mask 0x%08x at %s",
-           o.lane, o.op, o.mask, source_line(o.site, o.caller).c_str(), t.lane, op, mask, source_line(site, t.caller).c_str());
+      fail("lanes of one warp meet in different operations: lane %d in %s mask 0x%08x at %s,"
+           " lane %d in %s mask 0x%08x at %s", o.lane, o.op, o.mask, place(o).c_str(), t.lane, op, mask, place(t).c_str());
   }
   w.arrived |= 1u << t.lane;
   const unsigned need = mask & w.exists;
-  if ((w.arrived & need) == need) {
+  if ((w.arrived & need) == need) {  // the last one to come does the work of all
     void* all[32] = {};
     for (int i = 0; i < 32; i++) if (need >> i & 1) all[i] = lanes[i].args;
     together(all, f);
@@ -254,126 +184,83 @@ void meet(const char* op, Site site, unsigned mask, void* args, void (*together)
   schedule();
 }
 
-// ---- memory -------------------------------------------------------------------------------------------
-void* reserve(size_t bytes) {  // address space; memory comes when it is touched, as zeros
-  void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (p == MAP_FAILED) fail("cannot reserve %zu bytes of address space", bytes);
-  return p;
-}
-#if !defined(EMU_RACE)
-void touch(const void* p, size_t bytes, Access access, const void* caller) {
-#if defined(EMU_ASAN)
-  if (__asan_region_is_poisoned(const_cast<void*>(p), bytes))
-    fail("%s of %zu bytes at %p outside any allocation, at %s", access == Access::read ? "read" : "write", bytes, p,
-         source_line(caller ? caller : __builtin_return_address(0)).c_str());
-#else
-  (void)p, (void)bytes, (void)access, (void)caller;
-#endif
-}
-#endif
-
 // ---- launching ----------------------------------------------------------------------------------------
-static void find_shared_variables() {  // __shared__ is thread_local: this executable's thread-local segment
-  dl_iterate_phdr([](dl_phdr_info* info, size_t, void*) {
-    for (int i = 0; i < info->dlpi_phnum; i++)
-      if (info->dlpi_phdr[i].p_type == PT_TLS)
-        engine->tls = static_cast<char*>(info->dlpi_tls_data), engine->tls_bytes = info->dlpi_phdr[i].p_memsz;
-    return 1;  // the first entry is the executable itself
-  }, nullptr);
-}
-#if !defined(EMU_ASAN)
-static void on_fault(int number, siginfo_t* info, void*) {
-  if (!self) { signal(number, SIG_DFL); return; }  // the host's own crash
-  fail("bad or misaligned address (%p), or stack overflow", info->si_addr);
-}
-static void watch_faults() {
-  struct sigaction action{};
-  action.sa_sigaction = on_fault, action.sa_flags = SA_SIGINFO | SA_ONSTACK;
-  sigaction(SIGSEGV, &action, nullptr), sigaction(SIGBUS, &action, nullptr);
-}
-#else
-extern "C" __attribute__((used)) void __ubsan_on_report() { print_position(); }
-static void watch_faults() {
-  __sanitizer_set_death_callback([] {
-    print_position();
-    const void* p = __asan_get_report_address();
-    const std::string place = describe(p);
-    if (!place.empty()) fprintf(stderr, "emu: address %p%s%s\n", p, place.c_str(), self ? "" : "; the host reaches device memory through cudaMemcpy only");
-  });
-}
-#endif
-static const bool watching = (watch_faults(), true);
 Engine& start_engine() {  // once per OS thread
   if (engine) return *engine;
   engine = new Engine;
   engine->running = &engine->host;
   engine->stacks = static_cast<char*>(reserve(MAX_THREADS * (STACK + PAGE)));
-  engine->random = seed * 0x9E3779B97F4A7C15u + 1;
-#if defined(EMU_ASAN)
+#if defined(EMU_RACE)
+  engine->shared_room = race_shared_room();
+#else
+  engine->shared_room = static_cast<char*>(aligned_alloc(GAP, MAX_SHARED + 2 * GAP));
+#endif
+#if defined(EMU_ASAN)  // it wants to know the bounds of every stack
   pthread_attr_t attributes;
   void* bottom;
   pthread_getattr_np(pthread_self(), &attributes);
   pthread_attr_getstack(&attributes, &bottom, &engine->host.stack_bytes);
   pthread_attr_destroy(&attributes);
   engine->host.stack = static_cast<char*>(bottom);
-#endif
-  find_shared_variables();
-#if !defined(EMU_ASAN)
-  stack_t alternate{};  // where on_fault runs when the stack has overflowed
+#else  // where the handler of a crash runs when the stack is full
+  stack_t alternate{};
   alternate.ss_sp = malloc(alternate.ss_size = 64 * 1024);
   sigaltstack(&alternate, nullptr);
 #endif
+  // __shared__ is thread_local: all of it lies in the thread-local segment of the executable, the first in the list.
+  dl_iterate_phdr([](dl_phdr_info* executable, size_t, void*) {
+    for (int i = 0; i < executable->dlpi_phnum; i++)
+      if (executable->dlpi_phdr[i].p_type == PT_TLS) {
+        engine->tls = static_cast<char*>(executable->dlpi_tls_data);
+        engine->tls_bytes = executable->dlpi_phdr[i].p_memsz;
+      }
+    return 1;
+  }, nullptr);
   return *engine;
 }
-static void run_block(const Launch& l, size_t index) {
-  Engine& e = *engine;
-  e.n = int(l.block.x * l.block.y * l.block.z), e.left = e.at_barrier = 0;
-  e.index = {unsigned(index % l.grid.x), unsigned(index / l.grid.x % l.grid.y), unsigned(index / l.grid.x / l.grid.y)};
-  Engine* keep = engine;  // shared memory starts out as NaN; our own thread-locals live there too
-  if (e.tls_bytes) memset(e.tls, 0xFF, e.tls_bytes);
-  engine = keep, self = nullptr;
-  if (e.shared_bytes) memset(e.shared, 0xFF, e.shared_bytes);
-  race_block_begin();
-  std::fill_n(e.warps, 32, Warp{});
+static void prepare(const Launch& l, uint64_t number) {  // once per launch and core
+  Engine& e = start_engine();
+  if (e.launch_number == number) return;
+  e.launch = &l, e.launch_number = number;
+  e.n = int(l.block.x * l.block.y * l.block.z), e.dim = l.block, e.grid = l.grid;
+  e.shared = e.shared_room + GAP, e.shared_bytes = l.shared_bytes;
+  memcpy(e.parameters, l.parameters.get(), l.parameter_bytes);
+  race_shared(l.shared_bytes);
+#if defined(EMU_ASAN)
+  __asan_poison_memory_region(e.shared_room, MAX_SHARED + 2 * GAP);
+  __asan_unpoison_memory_region(e.shared, l.shared_bytes);
+#endif
   for (int i = 0; i < e.n; i++) {
     Fiber& t = e.fibers[i];
     if (!t.stack) make_fiber(t, i);
     t.linear = i, t.warp = i / 32, t.lane = i % 32, t.block = &e;
     t.index = {i % l.block.x, i / l.block.x % l.block.y, i / l.block.x / l.block.y};
-    e.warps[t.warp].exists |= 1u << t.lane;
-    make_ready(t);
   }
-  schedule();
+}
+static void run_block(const Launch& l, size_t index) {
+  Engine& e = *engine;
+  e.left = e.at_barrier = 0;
+  e.index = {unsigned(index % l.grid.x), unsigned(index / l.grid.x % l.grid.y), unsigned(index / l.grid.x / l.grid.y)};
+  e.random = (seed * 0x9E3779B97F4A7C15u + e.launch_number) * 0x9E3779B97F4A7C15u + index + 1;
+  if (e.tls_bytes) memset(e.tls, 0xFF, e.tls_bytes);  // shared memory starts out as NaN;
+  engine = &e, self = nullptr;                        // these two live among it
+  memset(e.shared, 0xFF, e.shared_bytes);
+  race_block_begin();
+  for (int w = 0; w * 32 < e.n; w++) e.warps[w] = {e.n - w * 32 >= 32 ? ~0u : (1u << e.n % 32) - 1, 0};
+  for (int i = 0; i < e.n; i++) make_ready(e.fibers[i]);
+  schedule();  // comes back when all threads have left
   race_block_end();
 }
 static void run_grid(const Launch& l) {
+  static uint64_t number = 0;
+  number++;
   const size_t blocks = size_t(l.grid.x) * l.grid.y * l.grid.z;
-  start_engine();
   std::vector<unsigned> sequence(blocks);
   for (size_t i = 0; i < blocks; i++) sequence[i] = unsigned(order == Order::reverse ? blocks - 1 - i : i);
   if (order == Order::random)
     for (size_t i = blocks; i > 1; i--) std::swap(sequence[i - 1], sequence[random_below(unsigned(i))]);
   DeviceAccess open;
-#pragma omp parallel if (blocks > 1)
-  {
-    Engine& e = start_engine();
-    e.launch = &l, e.grid = l.grid, e.dim = l.block, e.shared_bytes = l.shared_bytes;
-    memcpy(e.parameters, l.parameters.get(), l.parameter_bytes);
-    char* room = nullptr;
-#if defined(EMU_RACE)
-    e.shared = race_shared(l.shared_bytes);
-#else  // exactly as large as asked: one byte more is AddressSanitizer's
-    const size_t rounded = l.shared_bytes / 1024 * 1024 + 1024;
-    e.shared = room = static_cast<char*>(aligned_alloc(1024, rounded));
-#if defined(EMU_ASAN)
-    __asan_poison_memory_region(e.shared + l.shared_bytes, rounded - l.shared_bytes);
-#endif
-#endif
-#pragma omp for schedule(dynamic)
-    for (size_t i = 0; i < blocks; i++) run_block(l, sequence[i]);
-    free(room);
-    e.shared = nullptr, e.shared_bytes = 0;
-  }
+  parallel_for(blocks, [&](size_t i) { prepare(l, number), run_block(l, sequence[i]); });
   race_launch_end(l.kernel);
 }
 std::string kernel_name(const char* text) {  // the text up to the first comma outside <>
@@ -386,11 +273,12 @@ void start(Launch l, Stream* stream) {
   Api api("launch", l.site);
   const dim3 g = l.grid, b = l.block;
   const size_t threads = size_t(b.x) * b.y * b.z;
-  if (!g.x || !g.y || !g.z || g.x > 0x7FFFFFFF || g.y > 65535 || g.z > 65535 || !threads || threads > MAX_THREADS || b.z > 64 ||
-      l.shared_bytes > MAX_SHARED || l.parameter_bytes > MAX_PARAMETERS)
-    fail("launch of %s at %s:%d: bad configuration: grid (%u,%u,%u), block (%u,%u,%u), %zu bytes of shared memory, %zu of parameters; "
-         "expected 1..1024 threads, grid x < 2^31, y and z < 2^16, at most %zu bytes of shared memory, %zu of parameters",
-         l.kernel.c_str(), l.site.file, l.site.line, g.x, g.y, g.z, b.x, b.y, b.z, l.shared_bytes, l.parameter_bytes, MAX_SHARED, MAX_PARAMETERS);
+  if (!g.x || !g.y || !g.z || g.x > 0x7FFFFFFF || g.y > 65535 || g.z > 65535 || !threads || threads > MAX_THREADS ||
+      b.z > 64 || l.shared_bytes > MAX_SHARED || l.parameter_bytes > MAX_PARAMETERS)
+    fail("bad configuration of %s: grid (%u,%u,%u), block (%u,%u,%u), %zu bytes of shared memory, %zu of parameters;"
+         " expected 1..%zu threads, grid x < 2^31, y and z < 2^16, shared memory <= %zu, parameters <= %zu",
+         l.kernel.c_str(), g.x, g.y, g.z, b.x, b.y, b.z, l.shared_bytes, l.parameter_bytes, MAX_THREADS, MAX_SHARED,
+         MAX_PARAMETERS);
   enqueue(stream, [l = std::move(l)] { run_grid(l); });
 }
 

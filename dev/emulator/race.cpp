@@ -133,12 +133,12 @@ void race_free(void* p, size_t bytes) {
   set_cells(p, bytes, NOTHING);
   drop(p, bytes), drop(first_cell(p), bytes / 2 * sizeof(Cell));
 }
-char* race_shared(size_t bytes) {  // ends where the room ends, so that one byte more is outside
+char* race_shared_room() { return arena; }
+void race_shared(size_t bytes) {
   static size_t before = 0;
-  if (bytes < before) set_cells(arena + 1024, before, NOTHING);
-  if (bytes) set_cells(arena + 1024, bytes, UNWRITTEN);
+  if (bytes > before) set_cells(arena + GAP + before, bytes - before, UNWRITTEN);
+  else set_cells(arena + GAP + bytes, before - bytes, NOTHING);
   before = bytes;
-  return arena + 1024;
 }
 
 // ---- the clock ----------------------------------------------------------------------------------------
