@@ -33,7 +33,8 @@
 #include "dev/common/checkpoint.h"  // checkpoint_write, Checkpoint: safetensors files
 #include "dev/common/config.h"      // Config, TENSOR_TABLE, Tensors, source_slots
 #include "dev/common/random.h"      // normal, uniform: counter-based random numbers
-#include "dev/common/data.h"        // Data, open_data: the splits of a run, built-in stories included
+#include "data/stories.h"           // tell_story, StoryMarks: the built-in corpus and its questions
+#include "dev/common/data.h"        // Data, open_data: the splits of a run
 #include "dev/common/flags.h"       // Options, parse_flags, config_from: the command line
 #include "dev/common/log.h"         // Log, Event: log.jsonl
 #include "dev/common/report.h"      // RouteStats and what people see on the screen
@@ -78,6 +79,32 @@ inline void split_average(real* da, real* db, size_t n) {  // da holds the gradi
 #pragma omp parallel for simd
   for (size_t i = 0; i < n; i++) da[i] = db[i] = da[i] / 2;
 }
+
+// e^x to within one unit in the last place, in operations that compilers vectorise (std::exp is a call for
+// every number). x = n ln 2 + r with |r| <= ln 2 / 2, so e^x = 2^n e^r: a polynomial for e^r, and 2^n put
+// together from its bits, as two factors so that results near zero and infinity come out right.
+inline real exponential(real x) {
+  if constexpr (sizeof(real) != sizeof(float)) return std::exp(x);
+  float y = float(x);
+  y = y < -104.0f ? -104.0f : y;  // e^-104 rounds to zero, e^89 to infinity; NaN fails both tests and stays
+  y = y > 89.0f ? 89.0f : y;
+  const float shift = 12582912.0f;  // 1.5 * 2^23: added, it rounds to an integer and leaves it in the low bits
+  const float shifted = y * 1.44269504f + shift, n = shifted - shift;
+  const float r = (y - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts, the first exact times n
+  float e = 0.0013814465f;
+  for (float coefficient : {0.008368781f, 0.041668393f, 0.1666652f, 0.49999994f, 1.0f, 1.0f}) e = e * r + coefficient;
+  int32_t bits, low, high;
+  memcpy(&bits, &shifted, sizeof(bits));
+  bits -= 0x4B400000;  // the bits of `shift`
+  low = bits >> 1, high = bits - low;
+  low = int32_t(uint32_t(low + 127) << 23), high = int32_t(uint32_t(high + 127) << 23);
+  float factor_low, factor_high;
+  memcpy(&factor_low, &low, sizeof(low)), memcpy(&factor_high, &high, sizeof(high));
+  return e * factor_low * factor_high;
+}
+
+// Elementwise loops go in chunks of this many numbers: which numbers share a vector must not depend on threads.
+constexpr size_t CHUNK = 1 << 12;
 
 // Sums over tokens that end in one vector (the gradients of norms, gains and queries) run in chunks of this
 // many tokens, each chunk into a row of its own; the rows are then added in order. Independent of threads.
@@ -295,13 +322,13 @@ constexpr size_t MT = 64 / MR * MR, NT = 128 / NR * NR;          // what one thr
 constexpr size_t MB = 1536 / MT * MT, NB = 1536 / NT * NT;       // what is packed at a time
 alignas(64) static real packed_a[MB * KC], packed_b[NB * KC];
 
-// out(MR,NR) = sum over k of a panel's column times b panel's row, or += with `add`.
-inline void matmul_tile(real* out, size_t ldo, const real* a, const real* b, size_t K, bool add) {
+// The register tile: out(MR,NR) = A(MR,K) b(K,NR), or += with `add`. Element (i,k) of A is a[i * a_row + k * a_k].
+inline void matmul_tile(real* out, size_t ldo, const real* a, size_t a_row, size_t a_k, const real* b, size_t K, bool add) {
   vec sum[MR][2] = {};
-  for (size_t k = 0; k < K; k++, a += MR, b += NR) {
+  for (size_t k = 0; k < K; k++, a += a_k, b += NR) {
     const vec b0 = *reinterpret_cast<const vec*>(b), b1 = *reinterpret_cast<const vec*>(b + LANES);
 #pragma GCC unroll 8
-    for (size_t i = 0; i < MR; i++) sum[i][0] += a[i] * b0, sum[i][1] += a[i] * b1;
+    for (size_t i = 0; i < MR; i++) sum[i][0] += a[i * a_row] * b0, sum[i][1] += a[i * a_row] * b1;
   }
 #pragma GCC unroll 8
   for (size_t i = 0; i < MR; i++, out += ldo) {
@@ -313,7 +340,7 @@ inline void matmul_tile(real* out, size_t ldo, const real* a, const real* b, siz
 // The same where only m x n of the tile lie inside the matrix.
 inline void matmul_edge(real* out, size_t ldo, size_t m, size_t n, const real* a, const real* b, size_t K, bool add) {
   real whole[MR * NR];
-  matmul_tile(whole, NR, a, b, K, false);
+  matmul_tile(whole, NR, a, 1, MR, b, K, false);
   for (size_t i = 0; i < m; i++)
     for (size_t j = 0; j < n; j++) out[i * ldo + j] = (add ? out[i * ldo + j] : 0) + whole[i * NR + j];
 }
@@ -326,12 +353,12 @@ void pack_panel(real* panel, const real* source, size_t stride, size_t k_stride,
   size_t k = 0;
   if (n == W && stride == 1) {
     for (; k < K; k++) memcpy(panel + k * W, source + k * k_stride, W * sizeof(real));
-  } else if (n == W) {  // transpose small blocks: whole cache lines on both sides
+  } else if (n == W && k_stride == 1) {  // transpose in blocks small enough for the compiler to shuffle in registers
     for (; k + DEPTH <= K; k += DEPTH)
       for (size_t g = 0; g < W; g += GROUP) {
         real block[DEPTH][GROUP];
         for (size_t d = 0; d < DEPTH; d++)
-          for (size_t w = 0; w < GROUP; w++) block[d][w] = source[(g + w) * stride + (k + d) * k_stride];
+          for (size_t w = 0; w < GROUP; w++) block[d][w] = source[(g + w) * stride + k + d];
         for (size_t d = 0; d < DEPTH; d++) memcpy(panel + (k + d) * W + g, block[d], sizeof(block[d]));
       }
   }
@@ -365,7 +392,7 @@ void matmul(real* out, size_t ldo, const real* a, size_t lda, bool trans_a, cons
               for (size_t j = j0; j < std::min(n, j0 + NT); j += NR) {
                 real* o = out + (m0 + i) * ldo + n0 + j;
                 const real *pa = packed_a + i * k, *pb = packed_b + j * k;
-                if (m - i >= MR && n - j >= NR) matmul_tile(o, ldo, pa, pb, k, add);
+                if (m - i >= MR && n - j >= NR) matmul_tile(o, ldo, pa, 1, MR, pb, k, add);
                 else matmul_edge(o, ldo, std::min(MR, m - i), std::min(NR, n - j), pa, pb, k, add);
               }
       }
@@ -422,34 +449,71 @@ void rope_backward(real* dqkv, size_t B, size_t T, size_t C, size_t NH) { rope_r
 
 // Per head: score_tu = q_t . k_u / sqrt(HS) for u <= t, a = softmax over u, att_t = sum_u a_tu v_u.
 // No (T,T) matrix is kept: lse_t = log sum_u exp(score_tu) is enough to rebuild a_tu = exp(score_tu - lse_t).
+//
+// A thread takes one head, NR queries at a time, against the keys up to the last of them: what it works on stays
+// in its cache, memory grows with T, and tiles of keys that no query sees are never touched. Every product is made
+// of the register tiles above. Scores stand as (keys, queries), so the softmax runs down the columns: a vector
+// holds one key's score for many queries, and nothing is ever summed across a vector.
+constexpr size_t SCORE_ROW = (NR + MR - 1) / MR * MR;  // a row of scores also serves as A, in steps of MR
+
+// out(rows,NR) = A(rows,K) b(K,NR), or +=; rows are rounded up to MR, and out and A must have that many.
+inline void matmul_rows(real* out, size_t ldo, const real* a, size_t a_row, size_t a_k, const real* b, size_t rows, size_t K,
+                        bool add) {
+  for (size_t i = 0; i < rows; i += MR) matmul_tile(out + i * ldo, ldo, a + i * a_row, a_row, a_k, b, K, add);
+}
+
+// One head's vectors (n,HS), `stride` apart, as panels of NR columns: panel i holds (rows,NR), columns past HS zero.
+inline void head_panels(real* panels, const real* head, size_t stride, size_t n, size_t rows, size_t HS) {
+  for (size_t i = 0; i < HS; i += NR) pack_panel<NR>(panels + i * rows, head + i, 1, stride, std::min(NR, HS - i), n);
+}
+
+// scores(keys,NR) = x_u . y_t for the rows x of panels and the columns y of yt (HS,NR).
+inline void head_products(real* scores, const real* x_panels, const real* yt, size_t keys, size_t rows, size_t HS) {
+  for (size_t i = 0; i < HS; i += NR)
+    matmul_rows(scores, SCORE_ROW, x_panels + i * rows, NR, 1, yt + i * NR, keys, std::min(NR, HS - i), i > 0);
+}
+
 void attention_forward(real* att,        // (B,T,C)
                        real* lse,        // (B,NH,T)
                        const real* qkv,  // (B,T,3C): Q's heads, K's heads, V's heads
                        size_t B, size_t T, size_t C, size_t NH) {
-  const size_t HS = C / NH;
+  const size_t HS = C / NH, columns = (HS + NR - 1) / NR * NR, rows = (T + MR - 1) / MR * MR;
   const real scale = 1 / std::sqrt(real(HS));
-#pragma omp parallel for collapse(2)
-  for (size_t b = 0; b < B; b++)
-    for (size_t head = 0; head < NH; head++) {
-      const real* q = qkv + b * T * 3 * C + head * HS;  // rows 3C apart
-      const real *k = q + C, *v = q + 2 * C;
-      std::vector<real> a(T);
-      for (size_t t = 0; t < T; t++) {
-        real top = -INFINITY, sum = 0;
-        for (size_t u = 0; u <= t; u++) {
-          a[u] = scale * dot(q + t * 3 * C, k + u * 3 * C, HS);
-          top = std::max(top, a[u]);
-        }
-        for (size_t u = 0; u <= t; u++) sum += a[u] = std::exp(a[u] - top);
-        lse[(b * NH + head) * T + t] = top + std::log(sum);
-        real* out = att + (b * T + t) * C + head * HS;
-        for (size_t i = 0; i < HS; i++) out[i] = 0;
-        for (size_t u = 0; u <= t; u++) {
-          const real weight = a[u] / sum;
-          for (size_t i = 0; i < HS; i++) out[i] += weight * v[u * 3 * C + i];
+#pragma omp parallel
+  {
+    std::vector<real> k(rows * columns), v(rows * columns);                      // panels of the whole head
+    std::vector<real> qt(HS * NR), a(rows * SCORE_ROW), out(SCORE_ROW * columns);  // of one tile of queries
+#pragma omp for collapse(2) schedule(dynamic)
+    for (size_t b = 0; b < B; b++)
+      for (size_t head = 0; head < NH; head++) {
+        const real* q = qkv + b * T * 3 * C + head * HS;  // rows 3C apart
+        head_panels(k.data(), q + C, 3 * C, T, rows, HS);
+        head_panels(v.data(), q + 2 * C, 3 * C, T, rows, HS);
+        for (size_t t0 = 0; t0 < T; t0 += NR) {
+          const size_t queries = std::min(NR, T - t0), keys = std::min((t0 + queries + MR - 1) / MR * MR, rows);
+          pack_panel<NR>(qt.data(), q + t0 * 3 * C, 3 * C, 1, queries, HS);
+          head_products(a.data(), k.data(), qt.data(), keys, rows, HS);
+          real top[NR], sum[NR];
+          for (size_t t = 0; t < NR; t++) top[t] = -INFINITY, sum[t] = 0;
+          for (size_t u = 0; u < keys; u++) {
+            real* score = &a[u * SCORE_ROW];
+            for (size_t t = 0; t < NR; t++) score[t] = u <= t0 + t ? scale * score[t] : -INFINITY;
+            for (size_t t = 0; t < NR; t++) top[t] = std::max(top[t], score[t]);
+          }
+          for (size_t u = 0; u < keys; u++) {
+            real* score = &a[u * SCORE_ROW];
+#pragma omp simd
+            for (size_t t = 0; t < NR; t++) sum[t] += score[t] = exponential(score[t] - top[t]);
+          }
+          for (size_t i = 0; i < HS; i += NR)
+            matmul_rows(&out[i], columns, a.data(), 1, SCORE_ROW, &v[i * rows], queries, keys, false);
+          for (size_t t = 0; t < queries; t++) {
+            lse[(b * NH + head) * T + t0 + t] = top[t] + std::log(sum[t]);
+            for (size_t i = 0; i < HS; i++) att[(b * T + t0 + t) * C + head * HS + i] = out[t * columns + i] / sum[t];
+          }
         }
       }
-    }
+  }
 }
 
 // forward: att_t = sum_u a_tu v_u, a_t = softmax(score_t), score_tu = scale q_t . k_u
@@ -460,32 +524,54 @@ void attention_backward(real* dqkv,                        // (B,T,3C)
                         const real* qkv,                   // (B,T,3C)
                         const real* att, const real* lse,  // (B,T,C), (B,NH,T)
                         size_t B, size_t T, size_t C, size_t NH) {
-  const size_t HS = C / NH;
+  const size_t HS = C / NH, columns = (HS + NR - 1) / NR * NR, rows = (T + MR - 1) / MR * MR;
   const real scale = 1 / std::sqrt(real(HS));
-#pragma omp parallel for collapse(2)
-  for (size_t b = 0; b < B; b++)
-    for (size_t head = 0; head < NH; head++) {
-      const real* q = qkv + b * T * 3 * C + head * HS;
-      const real *k = q + C, *v = q + 2 * C;
-      real* dq = dqkv + b * T * 3 * C + head * HS;
-      real *dk = dq + C, *dv = dq + 2 * C;
-      for (size_t t = 0; t < T; t++)
-        for (size_t i = 0; i < HS; i++) dq[t * 3 * C + i] = dk[t * 3 * C + i] = dv[t * 3 * C + i] = 0;
-      for (size_t t = 0; t < T; t++) {
-        const real* datt_t = datt + (b * T + t) * C + head * HS;
-        const real delta = dot(datt_t, att + (b * T + t) * C + head * HS, HS);
-        const real lse_t = lse[(b * NH + head) * T + t];
-        for (size_t u = 0; u <= t; u++) {
-          const real a = std::exp(scale * dot(q + t * 3 * C, k + u * 3 * C, HS) - lse_t);
-          const real dscore = scale * a * (dot(datt_t, v + u * 3 * C, HS) - delta);
-          for (size_t i = 0; i < HS; i++) {
-            dv[u * 3 * C + i] += a * datt_t[i];
-            dq[t * 3 * C + i] += dscore * k[u * 3 * C + i];
-            dk[u * 3 * C + i] += dscore * q[t * 3 * C + i];
+#pragma omp parallel
+  {
+    std::vector<real> k(rows * columns), v(k), dk(k), dv(k);            // panels, and gradients, of the whole head
+    std::vector<real> qt(HS * NR), dattt(qt), a(rows * SCORE_ROW), da(a);  // of one tile of queries
+    std::vector<real> q_rows(NR * columns), datt_rows(q_rows), dq_rows(SCORE_ROW * columns);
+#pragma omp for collapse(2) schedule(dynamic)
+    for (size_t b = 0; b < B; b++)
+      for (size_t head = 0; head < NH; head++) {
+        const real* q = qkv + b * T * 3 * C + head * HS;
+        real* dq = dqkv + b * T * 3 * C + head * HS;
+        head_panels(k.data(), q + C, 3 * C, T, rows, HS);
+        head_panels(v.data(), q + 2 * C, 3 * C, T, rows, HS);
+        std::fill(dk.begin(), dk.end(), real(0)), std::fill(dv.begin(), dv.end(), real(0));
+        for (size_t t0 = 0; t0 < T; t0 += NR) {
+          const size_t queries = std::min(NR, T - t0), keys = std::min((t0 + queries + MR - 1) / MR * MR, rows);
+          const real *q_t = q + t0 * 3 * C, *datt_t = datt + (b * T + t0) * C + head * HS;
+          real delta[NR] = {}, lse_t[NR];
+          for (size_t t = 0; t < NR; t++) lse_t[t] = t < queries ? lse[(b * NH + head) * T + t0 + t] : INFINITY;
+          for (size_t t = 0; t < queries; t++) delta[t] = dot(datt_t + t * C, att + (b * T + t0 + t) * C + head * HS, HS);
+          pack_panel<NR>(qt.data(), q_t, 3 * C, 1, queries, HS);
+          pack_panel<NR>(dattt.data(), datt_t, C, 1, queries, HS);
+          head_panels(q_rows.data(), q_t, 3 * C, queries, NR, HS);
+          head_panels(datt_rows.data(), datt_t, C, queries, NR, HS);
+          head_products(a.data(), k.data(), qt.data(), keys, rows, HS);
+          head_products(da.data(), v.data(), dattt.data(), keys, rows, HS);
+          for (size_t u = 0; u < keys; u++) {  // a becomes the weights, da becomes scale * dscore
+            real *a_u = &a[u * SCORE_ROW], *da_u = &da[u * SCORE_ROW];
+#pragma omp simd
+            for (size_t t = 0; t < NR; t++) {
+              a_u[t] = u <= t0 + t ? exponential(scale * a_u[t] - lse_t[t]) : 0;
+              da_u[t] = scale * a_u[t] * (da_u[t] - delta[t]);
+            }
           }
+          for (size_t i = 0; i < HS; i += NR) {
+            matmul_rows(&dv[i], columns, a.data(), SCORE_ROW, 1, &datt_rows[i * NR], keys, queries, true);
+            matmul_rows(&dk[i], columns, da.data(), SCORE_ROW, 1, &q_rows[i * NR], keys, queries, true);
+            matmul_rows(&dq_rows[i], columns, da.data(), 1, SCORE_ROW, &k[i * rows], queries, keys, false);
+          }
+          for (size_t t = 0; t < queries; t++) memcpy(dq + (t0 + t) * 3 * C, &dq_rows[t * columns], HS * sizeof(real));
+        }
+        for (size_t t = 0; t < T; t++) {
+          memcpy(dq + t * 3 * C + C, &dk[t * columns], HS * sizeof(real));
+          memcpy(dq + t * 3 * C + 2 * C, &dv[t * columns], HS * sizeof(real));
         }
       }
-    }
+  }
 }
 
 // ---- SwiGLU --------------------------------------------------------------------------------------------
@@ -494,8 +580,10 @@ void attention_backward(real* dqkv,                        // (B,T,3C)
 void swiglu_forward(real* act,                          // (n)
                     const real* gate, const real* up,   // (n)
                     size_t n) {
-#pragma omp parallel for simd
-  for (size_t i = 0; i < n; i++) act[i] = gate[i] / (1 + std::exp(-gate[i])) * up[i];
+#pragma omp parallel for
+  for (size_t begin = 0; begin < n; begin += CHUNK)
+#pragma omp simd
+    for (size_t i = begin; i < std::min(begin + CHUNK, n); i++) act[i] = gate[i] / (1 + exponential(-gate[i])) * up[i];
 }
 
 // forward: act = g sigmoid(g) up       dup = dact silu(g)      dg = dact up sigmoid(g) (1 + g (1 - sigmoid(g)))
@@ -503,12 +591,14 @@ void swiglu_backward(real* dgate, real* dup,            // (n)
                      const real* dact,                  // (n)
                      const real* gate, const real* up,  // (n)
                      size_t n) {
-#pragma omp parallel for simd
-  for (size_t i = 0; i < n; i++) {
-    const real g = gate[i], sigmoid = 1 / (1 + std::exp(-g));
-    dup[i] = dact[i] * g * sigmoid;
-    dgate[i] = dact[i] * up[i] * sigmoid * (1 + g * (1 - sigmoid));
-  }
+#pragma omp parallel for
+  for (size_t begin = 0; begin < n; begin += CHUNK)
+#pragma omp simd
+    for (size_t i = begin; i < std::min(begin + CHUNK, n); i++) {
+      const real g = gate[i], sigmoid = 1 / (1 + exponential(-g));
+      dup[i] = dact[i] * g * sigmoid;
+      dgate[i] = dact[i] * up[i] * sigmoid * (1 + g * (1 - sigmoid));
+    }
 }
 
 // ---- classifier: tied head and softmax cross-entropy ---------------------------------------------------
@@ -984,8 +1074,9 @@ void model_save(Model& m, const std::string& path, const std::map<std::string, s
   checkpoint_write(path, metadata, tensors);
 }
 
-// Parameters, and the moments too if `with_moments` (resuming; without: starting from given weights).
-void model_load(Model& m, Checkpoint& checkpoint, bool with_moments) {
+// Parameters, and the moments too if `with_moments` (resuming; without: starting from given weights). Ends the
+// program if one is missing or has another shape.
+void model_load(Model& m, const Checkpoint& checkpoint, bool with_moments) {
   for (const Family& family : checkpoint_families(m)) {
     if (family.tensors != &m.params && !with_moments) continue;
     for (const TensorSpec& t : tensor_table(m.config)) {
@@ -1024,6 +1115,32 @@ Validation validate(Model& m, const TokenData& data, size_t max_tokens) {
   result.loss = sum / double(result.tokens);
   result.routes.divide(double(result.tokens));
   return result;
+}
+
+// Marks the questions of held-out stories, one story a row: an answer is right if the most likely next token is
+// right at each of its bytes.
+StoryMarks mark_answers(Model& m, size_t num_stories) {
+  const size_t T = m.T;
+  StoryMarks marks;
+  std::vector<int> tokens(m.B * T), targets(m.B * T), guesses(m.B * T);
+  for (size_t n0 = 0; n0 < num_stories; n0 += m.B) {
+    std::vector<Story> stories;
+    for (size_t n = n0; n < std::min(n0 + m.B, num_stories); n++) stories.push_back(tell_story(StorySplit::test, n, T));
+    for (size_t b = 0; b < stories.size(); b++) {
+      std::vector<int> story = stories[b].tokens();
+      story.resize(T + 1, story[0]);  // filled up with end-of-text
+      std::copy(story.begin(), story.end() - 1, &tokens[b * T]);
+      std::copy(story.begin() + 1, story.end(), &targets[b * T]);
+    }
+    model_loss(m, tokens.data(), targets.data(), stories.size(), T, guesses.data());
+    for (size_t b = 0; b < stories.size(); b++)
+      for (const StoryQuestion& question : stories[b].questions) {
+        bool right = true;  // token t is the target of row t - 1
+        for (size_t t = question.begin; t < question.end; t++) right &= guesses[b * T + t - 1] == targets[b * T + t - 1];
+        marks.add(question, right);
+      }
+  }
+  return marks;
 }
 
 // ---- sampling ------------------------------------------------------------------------------------------
@@ -1131,6 +1248,21 @@ static void validate_split(Run& run, Log& log, const char* split, const TokenDat
                 .add("v", v.routes.v).add("js_nats", v.routes.js_nats).add("js_bits", js_bits));
 }
 
+static void report_answers(Run& run, Log& log) {
+  const StoryMarks marks = mark_answers(run.model, 500);
+  const auto print = [](const char* name, const StoryMarks::Row& row) {
+    const double percent = 100 / double(std::max<size_t>(row.asked, 1));
+    printf("  %-26s%7zu%8.0f%%%13.0f%%%14.0f%%\n", name, row.asked, double(row.right) * percent, double(row.guessed) * percent,
+           double(row.latest) * percent);
+  };
+  printf("answers in 500 held-out stories   asked    right   best guess   latest name\n");
+  for (size_t kind = 0; kind < NUM_STORY_KINDS; kind++) print(STORY_KIND_NAMES[kind], marks.row(StoryKind(kind)));
+  print("together", marks.total());
+  const StoryMarks::Row total = marks.total();
+  log.write(Event("val").add("step", run.step).add("tokens", run.tokens).add("split", "answers").add("count", total.asked)
+                .add("right", total.right).add("guessed", total.guessed).add("latest", total.latest));
+}
+
 static void sample(Run& run, Log& log) {
   const Options& o = run.options;
   std::vector<int> context = {run.tokenizer.eot};  // a document starts with an end of text
@@ -1203,6 +1335,7 @@ int main(int argc, char** argv) {
     const auto due = [&](size_t every) { return finished || (fresh && every > 0 && run.step % every == 0); };
     if (due(o.val_every) && run.data.val.num_tokens() > 0) validate_split(run, log, "val", run.data.val);
     if (finished && run.data.test.num_tokens() > 0) validate_split(run, log, "test", run.data.test);
+    if (finished && run.data.stories) report_answers(run, log);
     if (due(o.sample_every) && o.sample_tokens > 0 && (run.step > 0 || finished)) sample(run, log);
     if (stopping || (due(o.checkpoint_every) && (run.step > 0 || finished))) save(run, log);
     if (finished || stopping) break;

@@ -1,18 +1,12 @@
 // test_layers.cpp - every layer of the CPU trainer, alone, as float and as double.
 //
-// Each layer is run on odd sizes and compared with plain loops (tests/reference.h) evaluated in long double.
-// Its error may be at most ERROR_RATIO times the error that the same plain loops make in the layer's own
-// precision, plus a few roundings: the tolerance follows from the arithmetic. Gradients are held against the
-// chain rule, recorded operation by operation, and against central differences of the layer's own forward.
-// Every layer must also give the same bits for any number of threads, add where it says "adds", and
-// overwrite (fresh memory is NaN) where it does not.
-#include <cstring>
-#include <limits>
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-
+// Each layer is run on odd sizes and compared with plain loops (tests/reference.h) evaluated in long double;
+// the same loops in the layer's own precision are the yardstick for its error (tests/compare.h). Gradients are
+// held against the chain rule, recorded operation by operation, and against central differences of the layer's
+// own forward. Every layer must also give the same bits for any number of threads, add where it says "adds",
+// and overwrite (fresh memory is NaN) where it does not.
 #include "check.h"      // TEST, CHECK, finish
+#include "compare.h"    // same_bits, check_error
 #include "reference.h"  // the same layers as plain loops, gradients without a backward
 
 #define TESTING
@@ -54,16 +48,6 @@ using reference::Var;
 BUILD(Float, cpu_float)
 BUILD(Double, cpu_double)
 
-void set_threads(int n) {
-#ifdef _OPENMP
-  omp_set_num_threads(n);
-#else
-  (void)n;
-#endif
-}
-
-constexpr double ERROR_RATIO = 8;  // our error against the plain loop's, in one precision
-constexpr double ROUNDINGS = 4;    // and this many roundings more, for outputs that the plain loop gets exactly
 constexpr double DIFFERENCE_TOLERANCE = 1e-9;  // central differences, relative
 
 // ---- arrays by name ----------------------------------------------------------------------------------
@@ -80,30 +64,6 @@ Named<X> convert(const Named<Y>& named) {
   return out;
 }
 
-template <class X>
-double rms(const std::vector<X>& values) {
-  long double sum = 0;
-  for (const X& value : values) sum += (long double)(value) * (long double)(value);
-  return values.empty() ? 0 : double(std::sqrt(sum / (long double)(values.size())));
-}
-
-// Largest difference over the rms of the exact values; infinite if anything is not finite.
-template <class X>
-double relative_error(const std::vector<X>& got, const std::vector<long double>& exact) {
-  if (got.size() != exact.size()) return INFINITY;
-  const double scale = rms(exact);
-  double worst = 0;
-  for (size_t i = 0; i < got.size(); i++) {
-    const double error = double(std::fabs((long double)(got[i]) - exact[i])) / (scale > 0 ? scale : 1);
-    if (!(error <= worst)) worst = std::isfinite(error) ? error : INFINITY;
-  }
-  return worst;
-}
-
-template <class X>
-bool same_bits(const std::vector<X>& a, const std::vector<X>& b) {
-  return a.size() == b.size() && memcmp(a.data(), b.data(), a.size() * sizeof(X)) == 0;
-}
 template <class X>
 bool same_bits(const Named<X>& a, const Named<X>& b) {
   if (a.size() != b.size()) return false;
@@ -123,38 +83,18 @@ std::vector<X> filled(size_t n, double value) { return std::vector<X>(n, X(value
 //   adds(input): does its gradient add?         plain<X>(inputs) -> outputs, from reference.h
 //   forward<Build>(inputs) -> outputs           backward<Build>(inputs, cotangents, gradients): fills gradients
 
-struct Row { double ours[2] = {}, plain[2] = {}; };  // float, double
-std::map<std::string, Row> rows;                     // of the case under way, by output
+// The worst outputs and gradients of the case under way, for its line in the table.
+struct Columns { double ours[4] = {}, plain[4] = {}; };  // outputs float, double, gradients float, double
 
-std::string family(std::string name) {  // source0, source1, ... share a row
-  while (!name.empty() && isdigit(name.back())) name.pop_back();
-  return name;
-}
-
-void note_errors(const std::string& output, bool is_double, double ours, double plain) {
-  Row& row = rows[family(output)];
-  row.ours[is_double] = std::fmax(row.ours[is_double], ours);
-  row.plain[is_double] = std::fmax(row.plain[is_double], plain);
-}
-
-// Checks every output and gradient; prints the worst of the outputs and the worst of the gradients.
-void check_and_print_rows(const std::string& title, double worst_difference) {
-  const double epsilon[2] = {double(std::numeric_limits<float>::epsilon()),
-                             std::numeric_limits<double>::epsilon()};
-  double ours[4] = {}, plain[4] = {};  // outputs float, double, gradients float, double
-  for (const auto& item : rows)
-    for (int is_double : {0, 1}) {
-      const double got = item.second.ours[is_double], yardstick = item.second.plain[is_double];
-      const int column = is_double + (item.first.substr(0, 2) == "d " ? 2 : 0);
-      ours[column] = std::fmax(ours[column], got), plain[column] = std::fmax(plain[column], yardstick);
-      if (!CHECK_CLOSE(got, 0, ERROR_RATIO * yardstick + ROUNDINGS * epsilon[is_double]))
-        printf("  %s: %s is off by %.1e, plain loop %.1e\n", title.c_str(), item.first.c_str(), got, yardstick);
-    }
-  CHECK_CLOSE(worst_difference, 0, DIFFERENCE_TOLERANCE);
-  printf("  %-38s", title.c_str());
-  for (int column : {0, 2, 1, 3}) printf("  %7.1e %7.1e", ours[column], plain[column]);
-  printf("  %7.1e\n", worst_difference);
-  rows.clear();
+template <class real>
+void compare(Columns& columns, bool gradient, const std::string& layer, const std::string& output,
+             const std::vector<real>& ours, const std::vector<real>& plain,
+             const std::vector<long double>& exact) {
+  const Error got = error_of(ours, exact), yardstick = error_of(plain, exact);
+  check_error<real>(layer + ": " + (gradient ? "gradient of " : "") + output, got, yardstick);
+  const int column = (sizeof(real) == sizeof(double)) + 2 * gradient;
+  columns.ours[column] = std::fmax(columns.ours[column], got.rms);
+  columns.plain[column] = std::fmax(columns.plain[column], yardstick.rms);
 }
 
 // Gradient of sum(cotangent * output) by the chain rule, in X.
@@ -185,22 +125,20 @@ Named<X> fresh_gradients(const Layer& layer, const Values& in) {
 }
 
 template <class Build, class Layer>
-void compare_with_plain(const Layer& layer, const Values& in, const Values& cotangents,
+void compare_with_plain(Columns& columns, const Layer& layer, const Values& in, const Values& cotangents,
                         const Named<long double>& exact, const Named<long double>& exact_gradients) {
   using real = typename Build::real;
-  const bool is_double = sizeof(real) == sizeof(double);
   const Named<real> typed = convert<real>(in), cot = convert<real>(cotangents);
   const Named<real> ours = layer.template forward<Build>(typed), plain = layer.template plain<real>(typed);
   for (const auto& item : exact)
-    note_errors(item.first, is_double, relative_error(ours.at(item.first), item.second),
-                relative_error(plain.at(item.first), item.second));
+    compare(columns, false, layer.name, item.first, ours.at(item.first), plain.at(item.first), item.second);
 
   Named<real> gradients = fresh_gradients<real>(layer, in);
   layer.template backward<Build>(typed, cot, gradients);
   const Named<real> plain_d = plain_gradients<real>(layer, in, cotangents);
   for (const auto& item : exact_gradients)
-    note_errors("d " + item.first, is_double, relative_error(gradients.at(item.first), item.second),
-                relative_error(plain_d.at(item.first), item.second));
+    compare(columns, true, layer.name, item.first, gradients.at(item.first), plain_d.at(item.first),
+            item.second);
 
   // Accumulation: on top of something that is not zero.
   Random random(77);
@@ -219,7 +157,7 @@ void compare_with_plain(const Layer& layer, const Values& in, const Values& cota
     for (size_t i = 0; i < item.second.size(); i++)
       worst = std::fmax(worst, std::fabs(double(added.at(item.first)[i]) - double(item.second[i]) -
                                          double(gradients.at(item.first)[i])) / scale);
-    CHECK_CLOSE(worst, 0, 64 * double(std::numeric_limits<real>::epsilon()));
+    CHECK_CLOSE(worst, 0, 64 * epsilon<real>());
   }
 
   // Threads: the same bits.
@@ -278,9 +216,14 @@ void check_layer(const Layer& layer, uint64_t seed) {
   const Values in = layer.inputs(random), cotangents = layer.cotangents(random);
   const Named<long double> exact = layer.template plain<long double>(convert<long double>(in));
   const Named<long double> exact_gradients = plain_gradients<long double>(layer, in, cotangents);
-  compare_with_plain<Float>(layer, in, cotangents, exact, exact_gradients);
-  compare_with_plain<Double>(layer, in, cotangents, exact, exact_gradients);
-  check_and_print_rows(layer.name, worst_difference(layer, in, cotangents));
+  Columns columns;
+  compare_with_plain<Float>(columns, layer, in, cotangents, exact, exact_gradients);
+  compare_with_plain<Double>(columns, layer, in, cotangents, exact, exact_gradients);
+  const double difference = worst_difference(layer, in, cotangents);
+  CHECK_CLOSE(difference, 0, DIFFERENCE_TOLERANCE);
+  printf("  %-38s", layer.name.c_str());
+  for (int column : {0, 2, 1, 3}) printf("  %7.1e %7.1e", columns.ours[column], columns.plain[column]);
+  printf("  %7.1e\n", difference);
 }
 
 // Rows of very different size, one so small that eps matters inside a norm.
@@ -626,10 +569,9 @@ void check_matmul(size_t M, size_t N, size_t K, double& worst_ours, double& wors
       for (size_t j = N; j < ldo; j++)
         CHECK(memcmp(&out[i * ldo + j], &before[i * ldo + j], sizeof(real)) == 0);
     }
-    const double ours = relative_error(got, exact), reference = relative_error(plain, exact);
-    const double epsilon = double(std::numeric_limits<real>::epsilon());
-    CHECK_CLOSE(ours, 0, ERROR_RATIO * reference + ROUNDINGS * epsilon);
-    worst_ours = std::fmax(worst_ours, ours), worst_plain = std::fmax(worst_plain, reference);
+    const Error ours = error_of(got, exact), yardstick = error_of(plain, exact);
+    check_error<real>(format("matmul %zu x %zu x %zu, variant %d", M, N, K, variant), ours, yardstick);
+    worst_ours = std::fmax(worst_ours, ours.rms), worst_plain = std::fmax(worst_plain, yardstick.rms);
     for (int threads : {1, 3, 8}) {
       std::vector<real> again = before;
       set_threads(threads);
@@ -683,7 +625,7 @@ void check_lone_source() {
     for (real g : d[name]) CHECK_EQ(g, real(0.25));
   for (size_t i = 0; i < source.size(); i++)  // both mixes are the source itself
     CHECK_CLOSE(d["source0"][i], real(0.25) + cot.at("h")[i] + cot.at("h")[source.size() + i],
-                4 * std::numeric_limits<real>::epsilon() * 8);
+                4 * epsilon<real>() * 8);
 }
 
 void test_lone_source() {
@@ -759,14 +701,13 @@ void check_extreme_attention() {
   const Named<real> out = layer.forward<Build>(in);
   const Named<long double> exact = layer.plain<long double>(convert<long double>(in));
   const Named<real> plain = layer.plain<real>(in);
-  const double epsilon = double(std::numeric_limits<real>::epsilon());
   double largest = 0;
   for (long double lse : exact.at("lse")) largest = std::fmax(largest, double(lse));
-  const double ours = relative_error(out.at("att"), exact.at("att")),
-               ref = relative_error(plain.at("att"), exact.at("att"));
-  printf("  %-38s  largest lse %.0f, error %.1e, plain loop %.1e\n", "extreme attention", largest, ours, ref);
+  const Error ours = error_of(out.at("att"), exact.at("att")), ref = error_of(plain.at("att"), exact.at("att"));
+  printf("  %-38s  largest lse %.0f, error %.1e, plain loop %.1e\n", "extreme attention", largest, ours.rms,
+         ref.rms);
   CHECK(largest > 1e4);
-  CHECK_CLOSE(ours, 0, ERROR_RATIO * ref + ROUNDINGS * epsilon);
+  check_error<real>("extreme attention", ours, ref);
   Named<real> d{{"qkv", filled<real>(in.at("qkv").size(), NAN)}};
   layer.backward<Build>(in, cot, d);
   for (real g : d["qkv"]) CHECK(std::isfinite(g));
@@ -801,7 +742,7 @@ void check_extreme_classifier() {
   const double want[4] = {std::log(2.0), 20000, 20000 + std::log(2.0), std::log(5.0)};
   for (size_t i = 0; i < 4; i++)  // the loss is known to one rounding of itself, not of the logits
     CHECK_CLOSE(losses[i], want[i],
-                ROUNDINGS * double(std::numeric_limits<real>::epsilon()) * std::fmax(1, want[i]));
+                ROUNDINGS * epsilon<real>() * std::fmax(1, want[i]));
   CHECK_EQ(guesses[0], 0);
   CHECK_EQ(guesses[1], 1);
   CHECK_EQ(guesses[3], 0);
@@ -883,7 +824,7 @@ void test_guesses() {
 int main() {
   set_threads(1);  // cases that compare thread counts set their own
   printf(
-      "  largest error over rms: ours, plain       float outputs    float gradients   double outputs   double "
+      "  rms of errors, relative: ours, plain       float outputs    float gradients   double outputs   double "
       "gradients"
       "  differences\n");
   check_layer(EmbeddingLayer{74, 48, 31}, 1);

@@ -6,14 +6,10 @@
 // queries and gains included: zero queries would hide swapped routes.
 #include <unistd.h>
 
-#include <cstring>
-#include <limits>
 #include <set>
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 #include "check.h"      // TEST, CHECK, finish
+#include "compare.h"    // same_bits, check_error
 #include "reference.h"  // the model from its definition, gradients without a backward
 
 #define TESTING
@@ -56,19 +52,6 @@ using reference::Var;
   };
 BUILD(Float, cpu_float)
 BUILD(Double, cpu_double)
-
-void set_threads(int n) {
-#ifdef _OPENMP
-  omp_set_num_threads(n);
-#else
-  (void)n;
-#endif
-}
-
-constexpr double ERROR_RATIO = 8;  // our error against that of plain loops of the same precision
-constexpr double ROUNDINGS = 4;    // and so many roundings more
-template <class real>
-double epsilon() { return double(std::numeric_limits<real>::epsilon()); }
 
 const Arch ARCHS[] = {Arch::rd, Arch::block, Arch::tied, Arch::average, Arch::frozen_v, Arch::residual};
 const char* name_of(Arch arch) { return ARCH_NAMES[int(arch)]; }
@@ -127,33 +110,6 @@ struct Batch {
 
 template <class real>
 std::vector<real> all_of(real* family, size_t n) { return std::vector<real>(family, family + n); }
-template <class X>
-bool same_bits(const std::vector<X>& a, const std::vector<X>& b) {
-  return a.size() == b.size() && memcmp(a.data(), b.data(), a.size() * sizeof(X)) == 0;
-}
-template <class X>
-bool same_bits(const X* a, const X* b, size_t n) { return memcmp(a, b, n * sizeof(X)) == 0; }
-
-template <class X>
-double rms(const X* values, size_t n) {
-  long double sum = 0;
-  for (size_t i = 0; i < n; i++) sum += (long double)(values[i]) * (long double)(values[i]);
-  return n ? double(std::sqrt(sum / (long double)(n))) : 0;
-}
-
-// Largest difference over the rms of the exact values; infinite if anything is not finite.
-template <class X, class Y>
-double relative_error(const X* got, const Y* exact, size_t n) {
-  const double scale = rms(exact, n);
-  double worst = 0;
-  for (size_t i = 0; i < n; i++) {
-    const double error =
-        double(std::fabs((long double)(got[i]) - (long double)(exact[i]))) / (scale > 0 ? scale : 1);
-    if (!(error <= worst)) worst = std::isfinite(error) ? error : INFINITY;
-  }
-  return worst;
-}
-
 // Logits of the last forward: what the head reads times wte. (B,T,V)
 template <class Model>
 auto logits_of(const Model& m, size_t BT) {
@@ -214,51 +170,52 @@ Named<X> run_reference(const Config& c, const Params<double>& params, const Batc
   return out;
 }
 
-struct Worst {
-  double ours = 0, plain = 0;
-  void note(double a, double b) { ours = std::fmax(ours, a), plain = std::fmax(plain, b); }
-};
-
-// [float outputs, float gradients, double outputs, double gradients]
+// Gradients of one model share their errors (a loss is one chain of layers), and so do the outputs: the plain
+// loops' worst tensor is the yardstick for each.
 template <class Build>
 void compare(const Config& c, const Params<double>& params, const Batch& batch, size_t B,
-             const Named<long double>& exact, Worst* worst) {
+             const Named<long double>& exact, Error* worst_ours, Error* worst_plain) {
   using real = typename Build::real;
   const Named<real> ours = run_trainer<Build>(c, params, batch, B);
   const Named<real> plain = run_reference<real>(c, params, batch, B, true);
   CHECK_EQ(ours.size(), exact.size());
+  auto is_gradient = [](const std::string& name) { return name.substr(0, 2) == "d "; };
+  Error yardstick[2];
+  for (const auto& item : exact) {
+    Error& y = yardstick[is_gradient(item.first)];
+    y = larger(y, error_of(plain.at(item.first), item.second));
+  }
   for (const auto& item : exact) {
     const std::string& name = item.first;
-    if (!CHECK(ours.count(name) == 1) || !CHECK_EQ(ours.at(name).size(), item.second.size())) continue;
-    const double got = relative_error(ours.at(name).data(), item.second.data(), item.second.size());
-    const double yardstick = relative_error(plain.at(name).data(), item.second.data(), item.second.size());
-    if (!CHECK_CLOSE(got, 0, ERROR_RATIO * yardstick + ROUNDINGS * epsilon<real>()))
-      printf("  %s S=%zu L=%zu: %s is off by %.1e, plain loop %.1e\n", name_of(c.arch), c.S, c.L, name.c_str(),
-             got, yardstick);
-    const bool gradient = name.substr(0, 2) == "d ";
-    if (!gradient && sizeof(real) == 8) CHECK_CLOSE(got, 0, 1e-12);
-    worst[gradient].note(got, yardstick);
+    if (!CHECK(ours.count(name) == 1)) continue;
+    const bool gradient = is_gradient(name);
+    const Error error = error_of(ours.at(name), item.second);
+    check_error<real>(format("%s S=%zu L=%zu: %s", name_of(c.arch), c.S, c.L, name.c_str()), error,
+                      yardstick[gradient]);
+    if (sizeof(real) == sizeof(double)) CHECK_CLOSE(error.largest, 0, gradient ? 1e-10 : 1e-12);
+    worst_ours[gradient] = larger(worst_ours[gradient], error);
+    worst_plain[gradient] = larger(worst_plain[gradient], yardstick[gradient]);
   }
 }
 
 void test_against_reference() {
-  printf("  largest error over rms: ours, plain     float outputs    float gradients   double outputs  "
+  printf("  rms of errors, relative: ours, plain    float outputs    float gradients   double outputs  "
          "double gradients\n");
   for (Arch arch : ARCHS) {
     TEST(std::string("logits, losses, routes and all gradients against the definition: ") + name_of(arch));
     const size_t shapes[][2] = {{3, 2}, {3, 4}, {3, 1}, {3, 6}, {1, 2}, {2, 4}, {4, 6}, {3, 8}};
-    Worst worst[4];
+    Error ours[4], plain[4];
     for (const size_t* shape : shapes) {
       const Config c = small_config(arch, shape[0], shape[1]);
       const size_t B = 2;
       const Params<double> params = random_params(c, 10 * c.L + c.S);
       const Batch batch(c, B, 7);
       const Named<long double> exact = run_reference<long double>(c, params, batch, B, true);
-      compare<Float>(c, params, batch, B, exact, worst);
-      compare<Double>(c, params, batch, B, exact, worst + 2);
+      compare<Float>(c, params, batch, B, exact, ours, plain);
+      compare<Double>(c, params, batch, B, exact, ours + 2, plain + 2);
     }
     printf("  %-36s", name_of(arch));
-    for (const Worst& w : worst) printf("  %7.1e %7.1e", w.ours, w.plain);
+    for (int column = 0; column < 4; column++) printf("  %7.1e %7.1e", ours[column].rms, plain[column].rms);
     printf("\n");
   }
 }
@@ -274,8 +231,7 @@ void test_full_size_against_reference() {
     const Named<double> ours = run_trainer<Double>(c, params, batch, 2);
     double worst = 0;
     for (const auto& item : exact)
-      worst =
-          std::fmax(worst, relative_error(ours.at(item.first).data(), item.second.data(), item.second.size()));
+      worst = std::fmax(worst, error_of(ours.at(item.first), item.second).largest);
     printf("  rd S=%zu, double: largest error over rms %.1e\n", S, worst);
     CHECK_CLOSE(worst, 0, 1e-12);
   }
@@ -428,7 +384,7 @@ double weight_gradient_difference(cpu_double::Model& a, cpu_double::Model& b) {
   double worst = 0;
   for (const TensorSpec& t : tensor_table(a.config))
     if (!strstr(t.name, "route"))
-      worst = std::fmax(worst, relative_error(a.grads.tensor(t.id), b.grads.tensor(t.id), t.size()));
+      worst = std::fmax(worst, error_of(a.grads.tensor(t.id), b.grads.tensor(t.id), t.size()).largest);
   return worst;
 }
 
@@ -466,7 +422,7 @@ void test_zero_queries() {
         CHECK(
             same_bits(logits, logits_of(block, 2 * m.T)));  // among the arms with routes: no difference at all
         difference[large][0] =
-            std::fmax(difference[large][0], relative_error(logits.data(), want.data(), want.size()));
+            std::fmax(difference[large][0], error_of(logits, want).largest);
         difference[large][1] = std::fmax(difference[large][1], weight_gradient_difference(m, residual));
         CHECK_CLOSE(weight_gradient_difference(m, block), 0, 1e-11);
         Double::free(m);
@@ -640,7 +596,7 @@ void test_arms() {
   auto same_gradients = [](cpu_double::Model& a, cpu_double::Model& b, double tolerance) {
     for (const TensorSpec& t : tensor_table(a.config))
       if (a.grads.tensor(t.id) && b.grads.tensor(t.id) && t.id != TENSOR_attn_route_qk)
-        CHECK_CLOSE(relative_error(a.grads.tensor(t.id), b.grads.tensor(t.id), t.size()), 0, tolerance);
+        CHECK_CLOSE(error_of(a.grads.tensor(t.id), b.grads.tensor(t.id), t.size()).largest, 0, tolerance);
   };
   auto frozen = run(Arch::frozen_v, true, false), rd_zero = run(Arch::rd, true, false);
   CHECK(frozen.grads.attn_route_v == nullptr && frozen.params.attn_route_v == nullptr);
@@ -662,7 +618,7 @@ void test_arms() {
   same_gradients(rd_equal, tied, 1e-12);
   std::vector<double> sum(n);  // the two query gradients sum to the one
   for (size_t i = 0; i < n; i++) sum[i] = rd_equal.grads.attn_route_qk[i] + rd_equal.grads.attn_route_v[i];
-  CHECK_CLOSE(relative_error(sum.data(), tied.grads.attn_route_qk, n), 0, 1e-12);
+  CHECK_CLOSE(error_of(sum.data(), tied.grads.attn_route_qk, n).largest, 0, 1e-12);
   CHECK(!same_bits(rd_equal.grads.attn_route_qk, rd_equal.grads.attn_route_v, n));
   for (size_t i = 0; i < n; i++) {  // each of the averaged queries gets half
     CHECK_CLOSE(average.grads.attn_route_qk[i], tied.grads.attn_route_qk[i] / 2, 1e-12);
@@ -718,10 +674,9 @@ void test_accumulation() {
       return all;
     };
     const std::vector<double> exact = gradients(Double(), 8), split = gradients(Double(), 2);
-    const double in_double = relative_error(split.data(), exact.data(), exact.size());
+    const double in_double = error_of(split, exact).largest;
     const std::vector<double> f8 = gradients(Float(), 8), f2 = gradients(Float(), 2);
-    const double whole_error = relative_error(f8.data(), exact.data(), exact.size());
-    const double split_error = relative_error(f2.data(), exact.data(), exact.size());
+    const double whole_error = error_of(f8, exact).rms, split_error = error_of(f2, exact).rms;
     printf("  %-8s double differs by %.1e; float error: whole %.1e, split %.1e\n", name_of(arch), in_double,
            whole_error, split_error);
     CHECK_CLOSE(in_double, 0, 1e-11);
@@ -788,7 +743,7 @@ void test_context() {
     CHECK_EQ(logits.size(), c.V);
     const std::vector<float> row(x.begin() + long((n - 1) * c.C), x.begin() + long(n * c.C));
     const std::vector<float> want = reference::linear(row, m.params.wte, 1, c.C, c.V);
-    CHECK_CLOSE(relative_error(logits.data(), want.data(), c.V), 0, 1e-6);
+    CHECK_CLOSE(error_of(logits, want).largest, 0, 1e-6);
   }
   Float::next_token_logits(m, text, logits);
   Float::next_token_logits(m, std::vector<int>(text.end() - long(c.T), text.end()), last);
@@ -1062,7 +1017,8 @@ void test_find_non_finite() {
           for (size_t i : {l * per_layer, (l + 1) * per_layer - 1}) {
             m.grads.tensor(t.id)[i] = bad;
             const std::string name = t.name;
-            CHECK_EQ(Float::find_non_finite(c, m.grads), t.per_layer ? format("%s, layer %zu", t.name, l) : name);
+            CHECK_EQ(Float::find_non_finite(c, m.grads),
+                     t.per_layer ? format("%s, layer %zu", t.name, l) : name);
             CHECK(!std::isfinite(Float::norm(m)));
             m.grads.tensor(t.id)[i] = 0;
           }

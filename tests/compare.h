@@ -1,0 +1,86 @@
+// compare.h - how tests compare numbers: equal bits, or an error that follows from the arithmetic.
+//
+// A tolerance is never chosen by hand. The same computation is done by plain loops in the same precision, and
+// both are held against a wider one: ours may be off by a small multiple of what the plain loops are off.
+#pragma once
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <vector>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#include "check.h"  // CHECK_CLOSE
+
+constexpr double ERROR_RATIO = 4;     // our error against the plain loops', rms over rms
+constexpr double LARGEST_RATIO = 16;  // and the largest over the largest
+constexpr double ROUNDINGS = 4;       // and so many roundings more, for what the plain loops get exactly
+
+template <class X>
+double epsilon() { return double(std::numeric_limits<X>::epsilon()); }
+
+inline void set_threads(int n) {
+#ifdef _OPENMP
+  omp_set_num_threads(n);
+#else
+  (void)n;
+#endif
+}
+
+template <class X>
+bool same_bits(const X* a, const X* b, size_t n) { return memcmp(a, b, n * sizeof(X)) == 0; }
+template <class X>
+bool same_bits(const std::vector<X>& a, const std::vector<X>& b) {
+  return a.size() == b.size() && same_bits(a.data(), b.data(), a.size());
+}
+
+template <class X>
+double rms(const X* values, size_t n) {
+  long double sum = 0;
+  for (size_t i = 0; i < n; i++) sum += (long double)(values[i]) * (long double)(values[i]);
+  return n ? double(std::sqrt(sum / (long double)(n))) : 0;
+}
+template <class X>
+double rms(const std::vector<X>& values) { return rms(values.data(), values.size()); }
+
+// Differences from the exact values, over the rms of those: their rms and the largest. Infinite if anything is
+// not finite.
+struct Error { double rms = 0, largest = 0; };
+
+template <class X, class Y>
+Error error_of(const X* got, const Y* exact, size_t n) {
+  const double scale = rms(exact, n);
+  std::vector<double> differences(n);
+  Error error;
+  for (size_t i = 0; i < n; i++) {
+    const long double difference = std::fabs((long double)(got[i]) - (long double)(exact[i]));
+    differences[i] = std::isfinite(difference) ? double(difference) / (scale > 0 ? scale : 1) : INFINITY;
+    error.largest = std::fmax(error.largest, differences[i]);
+  }
+  error.rms = rms(differences);
+  return error;
+}
+template <class X, class Y>
+Error error_of(const std::vector<X>& got, const std::vector<Y>& exact) {
+  return got.size() == exact.size() ? error_of(got.data(), exact.data(), got.size())
+                                    : Error{INFINITY, INFINITY};
+}
+
+inline Error larger(const Error& a, const Error& b) {
+  return {std::fmax(a.rms, b.rms), std::fmax(a.largest, b.largest)};
+}
+
+// The rule for every output: not much worse than plain loops on the whole, and nowhere much worse than they are
+// at their worst. `real` is the precision of both.
+template <class real>
+bool check_error(const std::string& what, const Error& ours, const Error& plain) {
+  const double floor = ROUNDINGS * epsilon<real>();
+  const bool on_the_whole = CHECK_CLOSE(ours.rms, 0, ERROR_RATIO * plain.rms + floor);
+  const bool anywhere = CHECK_CLOSE(ours.largest, 0, LARGEST_RATIO * plain.largest + floor);
+  if (!on_the_whole || !anywhere)
+    printf("  %s is off by %.1e (rms), %.1e (largest); plain loops %.1e, %.1e\n", what.c_str(), ours.rms,
+           ours.largest, plain.rms, plain.largest);
+  return on_the_whole && anywhere;
+}
