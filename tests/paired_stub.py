@@ -132,6 +132,7 @@ def main():
             loss=loss(arch, seed, steps) + 0.05,
             count=900,
         )
+    event("val", step=steps, tokens=steps * tokens, split="answers", count=5, right=1)
     checkpoint(steps)
     event("done", step=steps, tokens=steps * tokens, seconds=1.0)
     return 0

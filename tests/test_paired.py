@@ -663,6 +663,17 @@ def _(place):
     equal(status, 0, text)
 
 
+@test("a run that was asked to stop somewhere and fails there next time gets its second chance")
+@in_place(seeds=(1,))
+def _(place):
+    os.makedirs(os.path.join(place.root, "runner"))
+    with open(os.path.join(place.root, "runner", "a-block-s1.attempts.jsonl"), "w") as f:
+        stopped = {"from": 0, "reached": 12, "status": 0, "interrupted": True, "message": "", "seconds": 1}
+        f.write(json.dumps(stopped) + "\n")
+    status, text = place.run(STUB_FAIL="block-s1@13")
+    equal((status, len(place.attempts("a-block-s1"))), (1, 3), text)
+
+
 @test("--keep-going gives up the failing run and carries out the others")
 @in_place()
 def _(place):
@@ -696,6 +707,17 @@ def _(place):
     check("failed 3 times without reaching a new checkpoint" in text, text)
 
 
+@test("a trainer that refuses its flags is not asked twice")
+@in_place()
+def _(place):
+    write_program(
+        place.folder, "trainer.sh", "#!/bin/sh\necho 'error: --lr: got 0.01, expected 7' >&2\nexit 2\n"
+    )
+    status, text = place.run("--trainer", os.path.join(place.folder, "trainer.sh"))
+    equal((status, len(place.attempts("a-block-s1"))), (1, 1), text)
+    check("failed because of its flags" in text and "it said: error: --lr: got 0.01, expected 7" in text, text)
+
+
 @test("a trainer that is not there is one clear line")
 @in_place()
 def _(place):
@@ -727,6 +749,26 @@ def _(place):
     status, text = place.run()
     equal(status, 0, text)
     check("resumed after step %d" % attempt["reached"] in text and "FAILED" not in text, text)
+
+
+@test("Ctrl-C in the terminal reaches the trainers as one polite request")
+@in_place(seeds=(1,))
+def _(place):
+    process = subprocess.Popen(
+        place.command(),
+        stdout=subprocess.PIPE,
+        text=True,
+        env=dict(os.environ, STUB_MS="50"),
+        start_new_session=True,
+    )
+    first, deadline = os.path.join(place.root, "a-block-s1", "log.jsonl"), time.time() + 20
+    while time.time() < deadline and not (os.path.exists(first) and '"step": 3' in open(first).read()):
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to everyone in the foreground
+    text = process.communicate(timeout=20)[0]
+    attempt = place.attempts("a-block-s1")[0]
+    equal((process.returncode, attempt["status"]), (130, 0), text)
+    check("ckpt_%08d.safetensors" % attempt["reached"] in os.listdir(place.root + "/a-block-s1"), "it saved")
 
 
 @test("a run that another runner holds is left alone until it is free")
@@ -1058,6 +1100,17 @@ def _(place):
     shutil.rmtree(place.root)
     place.run("--keep-going", STUB_FAIL="rd-s1@13")
     equal(place.report(), whole, "report")
+
+
+@test("a run that is done with fewer steps than the study asks for is not finished")
+@in_place(seeds=(1,))
+def _(place):
+    place.run()
+    path = os.path.join(place.root, "a-rd-s1", "log.jsonl")
+    lines = [line for line in place.log_lines("a-rd-s1") if '"done"' not in line]
+    with open(path, "w") as f:
+        f.write("\n".join(lines + ['{"event": "done", "step": 19, "tokens": 608, "seconds": 1}']) + "\n")
+    equal(study_module.state_of(place.study().runs[1], place.root)[0], "interrupted", "state")
 
 
 @test("a run said to be finished without the validation that is compared is an error")

@@ -150,16 +150,15 @@ class Runner:
         recent = [a for a in before + [record] if not a["interrupted"]][-ATTEMPTS_WITHOUT_PROGRESS:]
         stuck = len(recent) == ATTEMPTS_WITHOUT_PROGRESS and len({a["from"] for a in recent}) == 1
         self.say(run, "FAILED: %s; it said: %s" % (reason, record["message"] or "nothing"))
-        if not repeated and not stuck:
+        if record["status"] == 2:
+            how = "because of its flags"
+        elif repeated:
+            how = "again at the same step"
+        elif stuck:
+            how = "%d times without reaching a new checkpoint" % ATTEMPTS_WITHOUT_PROGRESS
+        else:
             return True
-        message = "%s failed %s (%s); see %s" % (
-            run.name,
-            "again at the same step"
-            if repeated
-            else "%d times without reaching a new checkpoint" % ATTEMPTS_WITHOUT_PROGRESS,
-            reason,
-            self.note(run, "txt"),
-        )
+        message = "%s failed %s (%s); see %s" % (run.name, how, reason, self.note(run, "txt"))
         if not self.options.keep_going:
             raise Stop(message)
         self.say(run, "given up: " + message)

@@ -258,7 +258,7 @@ class Log:
                 self.config = self.config or config
             elif kind == "step":
                 self.steps[event["step"]] = event
-            elif kind == "val":
+            elif kind == "val" and "loss" in event:  # others count right answers
                 self.val[(event["split"], event["step"])] = event
             elif kind == "routes":
                 self.routes[(event["split"], event["step"])] = event
