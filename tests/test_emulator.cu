@@ -366,7 +366,7 @@ static const Fault FAULTS[] = {
   {"empty grid", [] { Device<float> a(1); launch(add_one, 0, 64, 0, 0, a.d); }, "grid (0,1,1)", "grid (0,1,1)", "grid (0,1,1)"},
   {"grid too large", [] { Device<float> a(1); launch(add_one, size_t(1) << 32, 64, 0, 0, a.d); }, "bad configuration", "bad configuration", "bad configuration"},
   {"grid y too large", [] { Device<float> a(1); launch(add_one, dim3(1, 65536), 64, 0, 0, a.d); }, "bad configuration", "bad configuration", "bad configuration"},
-  {"too much shared memory", [] { Device<float> a(1); launch(add_one, 1, 64, 200000, 0, a.d); }, "200000 bytes of shared", "bad configuration", "bad configuration"},
+  {"too much shared memory", [] { Device<float> a(1); launch(add_one, 1, 64, 200000, 0, a.d); }, "shared memory 200000", "bad configuration", "bad configuration"},
   {"launch on a destroyed stream", [] {
      cudaStream_t s;
      CUDA_CHECK(cudaStreamCreate(&s));

@@ -6,17 +6,20 @@
 template <class T> T* dynamic_shared() { return reinterpret_cast<T*>(emu::self->block->shared); }
 
 namespace emu {  // tensor.cpp
-void check_row(const void* row);
 void load_matrices(unsigned (&r)[4], const void* row, bool transpose, Site);
 void multiply_add(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, Site);
 void copy_async(void* to, const void* from, Site);
 void commit_copies();
 void land_copies(int groups_in_flight);
 }  // namespace emu
-// Lane l names row l % 8 of matrix l / 8 (8 x 8, 16-bit). Register i of lane l receives from matrix i: row l / 4,
+// Lane l names row l % 8 of matrix l / 8 (8 x 8, 16-bit). Register i of lane l receives of matrix i row l / 4,
 // columns 2 * (l % 4) and the next. The transposed form reads columns for rows.
-EMU_INLINE void ldmatrix_x4(unsigned (&r)[4], const void* row, EMU_SITE) { emu::load_matrices(r, row, false, site); }
-EMU_INLINE void ldmatrix_x4_trans(unsigned (&r)[4], const void* row, EMU_SITE) { emu::load_matrices(r, row, true, site); }
+EMU_INLINE void ldmatrix_x4(unsigned (&r)[4], const void* row, EMU_SITE) {
+  emu::load_matrices(r, row, false, site);
+}
+EMU_INLINE void ldmatrix_x4_trans(unsigned (&r)[4], const void* row, EMU_SITE) {
+  emu::load_matrices(r, row, true, site);
+}
 // d (16 x 8, float) += a (16 x 16, bf16) b (16 x 8, bf16), spread over the lanes as the PTX manual draws it.
 EMU_INLINE void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, EMU_SITE) {
   emu::multiply_add(d, a, b0, b1, site);

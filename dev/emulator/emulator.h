@@ -16,7 +16,7 @@ struct uint3 { unsigned x, y, z; };
 struct dim3 {
   unsigned x, y, z;
   constexpr dim3(size_t x = 1, size_t y = 1, size_t z = 1) : x(fit(x)), y(fit(y)), z(fit(z)) {}
-  static constexpr unsigned fit(size_t n) { return n > ~0u ? ~0u : unsigned(n); }  // too large, not wrapped to small
+  static constexpr unsigned fit(size_t n) { return n > ~0u ? ~0u : unsigned(n); }  // refused, not wrapped
 };
 
 namespace emu {
@@ -24,7 +24,7 @@ namespace emu {
 // ---- where in the source something was called ---------------------------------------------------------
 struct Site { const char* file; int line; };
 inline Site here(const char* file, int line) { return {file, line}; }
-#define EMU_SITE emu::Site site = emu::here(__builtin_FILE(), __builtin_LINE())  // as last parameter: the caller
+#define EMU_SITE emu::Site site = emu::here(__builtin_FILE(), __builtin_LINE())  // last parameter: the caller
 #define EMU_INLINE inline __attribute__((always_inline))  // so that return addresses lie in the kernel itself
 
 // ---- what a running kernel can see of the machine -----------------------------------------------------
@@ -39,9 +39,9 @@ extern EMU_PER_CORE Thread* self;  // the thread that runs now, null on the host
 
 // ---- settings: from the environment, a test may change them -------------------------------------------
 enum class Order { forward, reverse, random };
-extern Order order;              // EMU_ORDER=forward|reverse|random: threads, blocks, asynchronous copies, streams
-extern uint64_t seed;            // EMU_SEED, for the random order
-extern size_t device_bytes;      // EMU_MEMORY_MB: memory of the pretended card
+extern Order order;          // EMU_ORDER=forward|reverse|random: threads, blocks, asynchronous copies, streams
+extern uint64_t seed;        // EMU_SEED, for the random order
+extern size_t device_bytes;  // EMU_MEMORY_MB: memory of the pretended card
 
 // ---- errors: one line, then kernel, block and thread; exit status 86 ----------------------------------
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
@@ -103,7 +103,9 @@ void launch_kernel(Site site, const char* text, void (*kernel)(P...), dim3 grid,
     if constexpr (std::is_pointer_v<decltype(p)>) check_pointer(name.c_str(), i, p);
   };
   std::apply([&](auto, auto... p) { (check(p), ...); }, *call);
-  auto body = [](const void* c) { std::apply([](auto k, auto... p) { k(p...); }, *static_cast<const Call*>(c)); };
+  auto body = [](const void* c) {
+    std::apply([](auto k, auto... p) { k(p...); }, *static_cast<const Call*>(c));
+  };
   start({name, site, grid, block, shared, body, call, sizeof(Call)}, stream);
 }
 

@@ -20,8 +20,8 @@ EMU_PER_CORE Thread* self = nullptr;
 EMU_PER_CORE Engine* engine = nullptr;
 
 // ---- switching between fibers -------------------------------------------------------------------------
-// emu_switch(&old, new): push what a function must keep for its caller, save the stack pointer in old, take up the
-// stack pointer new, pop, return: into another fiber, at the place where that one called emu_switch.
+// emu_switch(&old, new): push what a function must keep for its caller, save the stack pointer in old, take up
+// the stack pointer new, pop, return: into another fiber, at the place where that one called emu_switch.
 extern "C" void emu_switch(void** save_stack_pointer, void* load_stack_pointer);
 #if defined(__x86_64__)
 constexpr size_t SAVED = 8, RETURN_ADDRESS = 6;  // words on the stack of a fiber that does not run
@@ -150,8 +150,8 @@ void barrier(Site site) {
     e.at_barrier = 0;
     for (int i = 0; i < e.n; i++)
       if (!same(e.fibers[i].site, site))
-        fail("threads meet in different __syncthreads: thread %d at %s, thread %d at %s", i, place(e.fibers[i]).c_str(),
-             t.linear, place(t).c_str());
+        fail("threads meet in different __syncthreads: thread %d at %s, thread %d at %s", i,
+             place(e.fibers[i]).c_str(), t.linear, place(t).c_str());
     for (int i = 0; i < e.n; i++) make_ready(e.fibers[i]);
     race_sync(-1);
   }
@@ -170,7 +170,8 @@ void meet(const char* op, Site site, unsigned mask, void* args, void (*together)
     const Fiber& o = lanes[__builtin_ctz(others)];
     if (strcmp(o.op, op) || o.mask != mask || !same(o.site, site))
       fail("lanes of one warp meet in different operations: lane %d in %s mask 0x%08x at %s,"
-           " lane %d in %s mask 0x%08x at %s", o.lane, o.op, o.mask, place(o).c_str(), t.lane, op, mask, place(t).c_str());
+           " lane %d in %s mask 0x%08x at %s",
+           o.lane, o.op, o.mask, place(o).c_str(), t.lane, op, mask, place(t).c_str());
   }
   w.arrived |= 1u << t.lane;
   const unsigned need = mask & w.exists;
@@ -207,7 +208,7 @@ Engine& start_engine() {  // once per OS thread
   alternate.ss_sp = malloc(alternate.ss_size = 64 * 1024);
   sigaltstack(&alternate, nullptr);
 #endif
-  // __shared__ is thread_local: all of it lies in the thread-local segment of the executable, the first in the list.
+  // __shared__ means thread_local: all of it lies in one segment of the executable, which comes first.
   dl_iterate_phdr([](dl_phdr_info* executable, size_t, void*) {
     for (int i = 0; i < executable->dlpi_phnum; i++)
       if (executable->dlpi_phdr[i].p_type == PT_TLS) {
@@ -240,7 +241,8 @@ static void prepare(const Launch& l, uint64_t number) {  // once per launch and 
 static void run_block(const Launch& l, size_t index) {
   Engine& e = *engine;
   e.left = e.at_barrier = 0;
-  e.index = {unsigned(index % l.grid.x), unsigned(index / l.grid.x % l.grid.y), unsigned(index / l.grid.x / l.grid.y)};
+  const size_t x = l.grid.x, y = l.grid.y;
+  e.index = {unsigned(index % x), unsigned(index / x % y), unsigned(index / x / y)};
   e.random = (seed * 0x9E3779B97F4A7C15u + e.launch_number) * 0x9E3779B97F4A7C15u + index + 1;
   if (e.tls_bytes) memset(e.tls, 0xFF, e.tls_bytes);  // shared memory starts out as NaN;
   engine = &e, self = nullptr;                        // these two live among it
@@ -273,12 +275,13 @@ void start(Launch l, Stream* stream) {
   Api api("launch", l.site);
   const dim3 g = l.grid, b = l.block;
   const size_t threads = size_t(b.x) * b.y * b.z;
-  if (!g.x || !g.y || !g.z || g.x > 0x7FFFFFFF || g.y > 65535 || g.z > 65535 || !threads || threads > MAX_THREADS ||
-      b.z > 64 || l.shared_bytes > MAX_SHARED || l.parameter_bytes > MAX_PARAMETERS)
-    fail("bad configuration of %s: grid (%u,%u,%u), block (%u,%u,%u), %zu bytes of shared memory, %zu of parameters;"
+  const bool grid_fits = g.x && g.y && g.z && g.x <= 0x7FFFFFFF && g.y <= 65535 && g.z <= 65535;
+  if (!grid_fits || !threads || threads > MAX_THREADS || b.z > 64 || l.shared_bytes > MAX_SHARED ||
+      l.parameter_bytes > MAX_PARAMETERS)
+    fail("bad configuration of %s: grid (%u,%u,%u), block (%u,%u,%u), shared memory %zu, parameters %zu bytes;"
          " expected 1..%zu threads, grid x < 2^31, y and z < 2^16, shared memory <= %zu, parameters <= %zu",
-         l.kernel.c_str(), g.x, g.y, g.z, b.x, b.y, b.z, l.shared_bytes, l.parameter_bytes, MAX_THREADS, MAX_SHARED,
-         MAX_PARAMETERS);
+         l.kernel.c_str(), g.x, g.y, g.z, b.x, b.y, b.z, l.shared_bytes, l.parameter_bytes, MAX_THREADS,
+         MAX_SHARED, MAX_PARAMETERS);
   enqueue(stream, [l = std::move(l)] { run_grid(l); });
 }
 

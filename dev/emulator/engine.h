@@ -56,8 +56,8 @@ void commit_copies();
 void land_copies(int groups_in_flight);
 // runtime.cpp
 struct DeviceAccess { DeviceAccess(); ~DeviceAccess(); };  // while one lives, device memory may be touched
-void check_device(const char* what, const void* p, size_t bytes);  // fails unless all of it is one allocation's
-std::string describe(const void* p);                               // ", byte 20 of 16 allocated at ...", or nothing
+void check_device(const char* what, const void* p, size_t bytes);  // fails unless within one allocation
+std::string describe(const void* p);  // ", byte 20 of 16 allocated at ...", or nothing
 void object_made(const void*, const char* what, Site);  // objects that must not outlive the program
 void object_gone(const void*, const char* what);
 

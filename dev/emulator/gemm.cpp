@@ -11,23 +11,24 @@ struct Matrix : Layout { const char* p; };  // column-major; rows and columns as
 static size_t size_of(int64_t type) { return type == CUDA_R_32F ? 4 : 2; }
 
 // ---- the product: D = alpha op(A) op(B) + beta C ------------------------------------------------------
-// Both operands become panels of floats: 16 rows of op(A), or 6 columns of op(B), side by side for every k. A tile of
-// 16 x 6 sums stays in registers while k runs. Sums are float32, in the order of k, rounded once to D's type; each
-// tile belongs to one thread, so results do not depend on the number of cores.
+// Both operands become panels of floats: 16 rows of op(A), or 6 columns of op(B), side by side for every k. A
+// tile of 16 x 6 sums stays in registers while k runs. Sums are float32, in the order of k, rounded once to D's
+// type; each tile belongs to one core, so results do not depend on their number.
 constexpr size_t MR = 16, NR = 6;
 typedef float Lanes __attribute__((vector_size(32)));
 
-// panel[k * width + i] = the element at (first + i, k), or (k, first + i) if k walks down the columns; 0 beyond n
+// panel[k * width + i] = the element at (i0 + i, k), or (k, i0 + i) if k walks down the columns; 0 beyond n
 template <class T>
-static void pack_as(float* panel, size_t width, const T* p, size_t ld, bool k_down, size_t first, size_t n, size_t K) {
+static void pack_as(
+    float* panel, size_t width, const T* p, size_t ld, bool k_down, size_t i0, size_t n, size_t K) {
   for (size_t k = 0; k < K; k++)
-    for (size_t i = 0; i < width; i++)
-      panel[k * width + i] = first + i < n ? float(p[k_down ? (first + i) * ld + k : k * ld + first + i]) : 0.0f;
+    for (size_t i = i0; i < i0 + width; i++)
+      panel[k * width + i - i0] = i < n ? float(p[k_down ? i * ld + k : k * ld + i]) : 0.0f;
 }
-static void pack(float* panel, size_t width, const Matrix& x, bool k_down, size_t first, size_t n, size_t K) {
+static void pack(float* panel, size_t width, const Matrix& x, bool k_down, size_t i0, size_t n, size_t K) {
   const size_t ld = size_t(x.ld);
-  if (x.type == CUDA_R_32F) pack_as(panel, width, reinterpret_cast<const float*>(x.p), ld, k_down, first, n, K);
-  else pack_as(panel, width, reinterpret_cast<const __nv_bfloat16*>(x.p), ld, k_down, first, n, K);
+  if (x.type == CUDA_R_32F) pack_as(panel, width, reinterpret_cast<const float*>(x.p), ld, k_down, i0, n, K);
+  else pack_as(panel, width, reinterpret_cast<const __nv_bfloat16*>(x.p), ld, k_down, i0, n, K);
 }
 static void tile(float* out, const float* a, const float* b, size_t K) {  // out: NR columns of MR
   Lanes sum[NR][2] = {};
@@ -122,7 +123,8 @@ cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t p, Sit
   return destroy(p, "matmul preference", site);
 }
 cublasStatus_t cublasLtMatmulPreferenceSetAttribute(
-    cublasLtMatmulPreference_t p, cublasLtMatmulPreferenceAttributes_t a, const void* value, size_t bytes, Site site) {
+    cublasLtMatmulPreference_t p, cublasLtMatmulPreferenceAttributes_t a, const void* value, size_t bytes,
+    Site site) {
   Api api("cublasLtMatmulPreferenceSetAttribute", site);
   if (a == CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES) return set(&p->workspace, value, bytes);
   if (a == CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK) return set(&p->reduction, value, bytes);
@@ -144,15 +146,16 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(
 }
 
 // ---- cublasLtMatmul -----------------------------------------------------------------------------------
-static void check_product(bool ta, bool tb, const Layout& a, const Layout& b, const Layout& c, const Layout& d) {
+static void check_product(bool ta, bool tb, Layout a, Layout b, Layout c, Layout d) {
   std::string all;
   int i = 0;
   for (const Layout* x : {&a, &b, &c, &d})
     all += std::string(i ? ", " : "") + "ABCD"[i] + (x->type == CUDA_R_32F ? " float " : " bf16 ") +
            std::to_string(x->rows) + " x " + std::to_string(x->cols) + " ld " + std::to_string(x->ld) +
            ((i == 0 && ta) || (i == 1 && tb) ? " transposed" : ""), i++;
-  const size_t m = ta ? a.cols : a.rows, n = tb ? b.rows : b.cols, k = ta ? a.rows : a.cols, k_b = tb ? b.cols : b.rows;
-  if (m != d.rows || n != d.cols || k != k_b || c.rows != d.rows || c.cols != d.cols || !m || !n || !k)
+  const size_t m = ta ? a.cols : a.rows, k = ta ? a.rows : a.cols;
+  const size_t n = tb ? b.rows : b.cols, also_k = tb ? b.cols : b.rows;
+  if (m != d.rows || n != d.cols || k != also_k || c.rows != d.rows || c.cols != d.cols || !m || !n || !k)
     fail("the sizes do not fit, expected op(A) m x k, op(B) k x n, C and D m x n: %s", all.c_str());
   for (const Layout* x : {&a, &b, &c, &d})
     if (x->ld < int64_t(x->rows)) fail("a leading dimension is smaller than the rows: %s", all.c_str());
@@ -161,9 +164,9 @@ static void check_product(bool ta, bool tb, const Layout& a, const Layout& b, co
 }
 cublasStatus_t cublasLtMatmul(
     cublasLtHandle_t, cublasLtMatmulDesc_t desc, const void* alpha, const void* a, cublasLtMatrixLayout_t la,
-    const void* b, cublasLtMatrixLayout_t lb, const void* beta, const void* c, cublasLtMatrixLayout_t lc, void* d,
-    cublasLtMatrixLayout_t ld, const cublasLtMatmulAlgo_t* algo, void* workspace, size_t workspace_bytes,
-    cudaStream_t stream, Site site) {
+    const void* b, cublasLtMatrixLayout_t lb, const void* beta, const void* c, cublasLtMatrixLayout_t lc,
+    void* d, cublasLtMatrixLayout_t ld, const cublasLtMatmulAlgo_t* algo, void* workspace,
+    size_t workspace_bytes, cudaStream_t stream, Site site) {
   Api api("cublasLtMatmul", site);
   const bool ta = desc->transpose_a, tb = desc->transpose_b;
   check_product(ta, tb, *la, *lb, *lc, *ld);
@@ -173,8 +176,9 @@ cublasStatus_t cublasLtMatmul(
     const void* operands[] = {a, b, c, d};
     if (memcmp(&algo->desc, desc, sizeof *desc) || memcmp(algo->layout, layouts, sizeof layouts))
       fail("the algorithm was chosen for another product");
-    if (workspace_bytes < algo->limits.workspace)
-      fail("the workspace has %zu bytes, the algorithm needs %zu", workspace_bytes, size_t(algo->limits.workspace));
+    const size_t needed = algo->limits.workspace;
+    if (workspace_bytes < needed)
+      fail("the workspace has %zu bytes, the algorithm needs %zu", workspace_bytes, needed);
     for (int i = 0; i < 4; i++) {
       const unsigned alignment = algo->limits.alignment[i];
       if (alignment && reinterpret_cast<uintptr_t>(operands[i]) % alignment)
@@ -189,7 +193,7 @@ cublasStatus_t cublasLtMatmul(
   enqueue(stream, [=] {
     Api api("cublasLtMatmul", site);
     DeviceAccess open;
-    if (dirty) memset(workspace, 0xFF, dirty), touch(workspace, dirty, Access::write);  // partial sums, on a card
+    if (dirty) memset(workspace, 0xFF, dirty), touch(workspace, dirty, Access::write);  // by partial sums
     gemm(ta, tb, x, A, B, y, C, D);
   });
   return CUBLAS_STATUS_SUCCESS;

@@ -52,8 +52,8 @@ void print_position() {
   if (self) {
     const uint3 b = engine->index, t = self->index;
     const Launch& l = *engine->launch;
-    fprintf(stderr, "emu: in kernel %s (launched at %s:%d), block (%u,%u,%u), thread (%u,%u,%u)\n", l.kernel.c_str(),
-            l.site.file, l.site.line, b.x, b.y, b.z, t.x, t.y, t.z);
+    fprintf(stderr, "emu: in kernel %s (launched at %s:%d), block (%u,%u,%u), thread (%u,%u,%u)\n",
+            l.kernel.c_str(), l.site.file, l.site.line, b.x, b.y, b.z, t.x, t.y, t.z);
   } else if (api) {
     fprintf(stderr, "emu: in %s, called at %s:%d\n", api->name, api->site.file, api->site.line);
   }
@@ -88,7 +88,8 @@ std::string source_line(const void* caller) {
   FILE* f = popen(text, "r");
   while (f && fgets(text, sizeof text, f)) {
     text[strcspn(text, " \n")] = 0;
-    if (*text != '?' && !strstr(text, "dev/emulator/")) lines += (lines.empty() ? "" : ", called at ") + base_name(text);
+    if (*text == '?' || strstr(text, "dev/emulator/")) continue;
+    lines += (lines.empty() ? "" : ", called at ") + base_name(text);
   }
   if (f) pclose(f);
   return lines.empty() ? "?" : lines;
@@ -113,8 +114,8 @@ static void watch_crashes() {
 }
 void touch(const void* p, size_t bytes, Access access, const void* caller) {
   if (!__asan_region_is_poisoned(const_cast<void*>(p), bytes)) return;
-  fail("%s of %zu bytes at %p outside any allocation%s, at %s", access == Access::read ? "read" : "write", bytes, p,
-       describe(p).c_str(), source_line(caller ? caller : __builtin_return_address(0)).c_str());
+  fail("%s of %zu bytes outside any allocation (%p%s) at %s", access == Access::read ? "read" : "write", bytes,
+       p, describe(p).c_str(), source_line(caller ? caller : __builtin_return_address(0)).c_str());
 }
 #else
 static void watch_crashes() {
@@ -138,8 +139,8 @@ void* reserve(size_t bytes) {  // memory comes when it is touched, as zeros
   if (p == MAP_FAILED) fail("cannot reserve %zu bytes of address space", bytes);
   return p;
 }
-// Work is taken from a counter. The caller waits for work that somebody has begun, not for threads that never woke
-// up: on a busy machine it does everything itself. (A fork-join pool such as OpenMP's would wait.)
+// Work is taken from a counter. The caller waits for work that somebody has begun, not for threads that never
+// woke up: on a busy machine it does everything itself. (A fork-join pool such as OpenMP's would wait.)
 struct Job { std::function<void(size_t)> f; size_t n; std::atomic<size_t> next{0}, done{0}; };
 struct Pool { std::mutex mutex; std::condition_variable wake; std::shared_ptr<Job> job; };
 static void work_on(Job& job) {

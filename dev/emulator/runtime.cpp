@@ -1,7 +1,7 @@
 // runtime.cpp - the CUDA runtime API: device memory, copies, streams, events.
 //
-// Real calls return an error for a bad argument, and programs rarely look; here a bad argument ends the program with
-// a message. Only what a correct program must handle is returned: out of memory, no such device, not ready.
+// Real calls return an error for a bad argument, and programs rarely look; here a bad argument ends the program
+// with a message. Returned is what a correct program must handle: out of memory, no such device, not ready.
 #include <stdio.h>
 #include <stdlib.h>
 #include <time.h>
@@ -24,7 +24,7 @@ typedef std::map<const char*, Allocation> Memory;
 struct Stream { bool blocking = true; std::deque<std::function<void()>> queue; };
 struct Event { Stream* stream = nullptr; bool recorded = false, done = false; timespec time{}; };
 static Memory device_memory, pinned_memory;
-static std::map<const void*, std::pair<const char*, Site>> objects;  // streams, events, handles: what, made where
+static std::map<const void*, std::pair<const char*, Site>> objects;  // streams, events, handles: what, where
 static std::set<Stream*> streams;
 static Stream default_stream;
 static size_t bytes_in_use;
@@ -50,7 +50,8 @@ static const int registered = on_exit(at_exit, nullptr);
 void object_made(const void* p, const char* what, Site site) { objects[p] = {what, site}; }
 void object_gone(const void* p, const char* what) {
   auto it = objects.find(p);
-  if (it == objects.end() || strcmp(it->second.first, what)) fail("%p is no %s, or was destroyed before", p, what);
+  const bool known = it != objects.end() && !strcmp(it->second.first, what);
+  if (!known) fail("%p is no %s, or was destroyed before", p, what);
   objects.erase(it);
 }
 
@@ -62,15 +63,17 @@ static const Memory::value_type* find(const Memory& memory, const void* p, size_
   --it;
   return size_t(static_cast<const char*>(p) - it->first) <= it->second.bytes + slack ? &*it : nullptr;
 }
-static size_t offset_in(const Memory::value_type* a, const void* p) { return size_t(static_cast<const char*>(p) - a->first); }
+static size_t offset_in(const Memory::value_type* a, const void* p) {
+  return size_t(static_cast<const char*>(p) - a->first);
+}
 
 void check_device(const char* what, const void* p, size_t bytes) {
   if (!bytes) return;
   const auto* a = find(device_memory, p);
   if (!a) fail("%s: %p is not device memory", what, p);
   if (offset_in(a, p) + bytes > a->second.bytes)
-    fail("%s: %zu bytes at offset %zu run past the end of %zu bytes allocated at %s:%d", what, bytes, offset_in(a, p),
-         a->second.bytes, a->second.site.file, a->second.site.line);
+    fail("%s: %zu bytes at offset %zu run past the end of %zu bytes allocated at %s:%d", what, bytes,
+         offset_in(a, p), a->second.bytes, a->second.site.file, a->second.site.line);
 }
 static void check_host(const char* what, const void* p, size_t bytes) {
   const auto* a = bytes ? find(device_memory, p) : nullptr;
@@ -83,8 +86,8 @@ void check_pointer(const char* kernel, size_t parameter, const void* p) {
 std::string describe(const void* p) {
   const auto* a = find(device_memory, p, 65536);
   if (!a) return "";
-  return ", byte " + std::to_string(offset_in(a, p)) + " of " + std::to_string(a->second.bytes) + " allocated at " +
-         a->second.site.file + ":" + std::to_string(a->second.site.line);
+  return ", byte " + std::to_string(offset_in(a, p)) + " of " + std::to_string(a->second.bytes) +
+         " allocated at " + a->second.site.file + ":" + std::to_string(a->second.site.line);
 }
 
 // Device memory is closed to the host, and open while a kernel or a library call runs.
@@ -101,9 +104,9 @@ DeviceAccess::DeviceAccess() { if (doors++ == 0) set_doors(true); }
 DeviceAccess::~DeviceAccess() { if (--doors == 0) set_doors(false); }
 
 // ---- streams ------------------------------------------------------------------------------------------
-// A real stream does its work some time after the call, at the latest when the program waits for it. Forward order
-// does everything at once, reverse as late as it may, random either; so a missing wait gives wrong results in one.
-// Work in the default stream waits for work queued before it in all blocking streams, and they wait for it.
+// A real stream does its work some time after the call, at the latest when the program waits for it. Forward
+// order does everything at once, reverse as late as it may, random either: a missing wait gives wrong numbers in
+// one. The default stream waits for what was queued before in blocking streams, and they wait for it.
 void drain(Stream* s) {
   Stream& stream = s ? *s : default_stream;
   while (!stream.queue.empty()) {
@@ -117,7 +120,8 @@ static void drain_all() {
   for (Stream* s : streams) drain(s);
 }
 void enqueue(Stream* s, std::function<void()> work) {
-  if (s && !streams.count(s)) fail("stream %p was not made by cudaStreamCreate, or was destroyed", static_cast<void*>(s));
+  if (s && !streams.count(s))
+    fail("stream %p was not made by cudaStreamCreate, or was destroyed", static_cast<void*>(s));
   if (s && s->blocking) drain(nullptr);
   if (!s) for (Stream* other : streams) if (other->blocking) drain(other);
   (s ? *s : default_stream).queue.push_back(std::move(work));
@@ -138,7 +142,8 @@ cudaError_t cudaGetDeviceCount(int* count) { *count = 1; return cudaSuccess; }
 cudaError_t cudaSetDevice(int device) { return result(device == 0 ? cudaSuccess : cudaErrorInvalidDevice); }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int device) {
   // An A100's limits, but few multiprocessors, so that grids sized by their number must loop.
-  *p = {"CPU emulator", device_bytes, 48 * 1024, MAX_SHARED, MAX_SHARED + 1024, 8, 0, 4, 2048, 32, 65536, 1 << 20, 5120};
+  const size_t shared = MAX_SHARED;
+  *p = {"CPU emulator", device_bytes, 48 * 1024, shared, shared + 1024, 8, 0, 4, 2048, 32, 65536, 1 << 20};
   return cudaSetDevice(device);
 }
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
@@ -153,7 +158,8 @@ cudaError_t cudaMalloc(void** p, size_t bytes, Site site) {
   Api api("cudaMalloc", site);
   *p = nullptr;
   if (bytes == 0) return cudaSuccess;
-  if (bytes > device_bytes || on_card(bytes) + bytes_in_use > device_bytes) return result(cudaErrorMemoryAllocation);
+  if (bytes > device_bytes || on_card(bytes) + bytes_in_use > device_bytes)
+    return result(cudaErrorMemoryAllocation);
 #if defined(EMU_RACE)
   *p = race_alloc(bytes);
 #else
@@ -194,7 +200,8 @@ cudaError_t cudaFreeHost(void* p, Site site) {
   Api api("cudaFreeHost", site);
   if (!p) return cudaSuccess;
   drain_all();
-  if (!pinned_memory.erase(static_cast<char*>(p))) fail("%p was not returned by cudaMallocHost, or was freed before", p);
+  if (!pinned_memory.erase(static_cast<char*>(p)))
+    fail("%p was not returned by cudaMallocHost, or was freed before", p);
   free(p);
   return cudaSuccess;
 }
@@ -208,7 +215,8 @@ static void check_copy(void* to, const void* from, size_t bytes, cudaMemcpyKind 
   }
   if (bytes && a < b + bytes && b < a + bytes) fail("source and destination overlap");
 }
-cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t s, Site site) {
+cudaError_t cudaMemcpyAsync(
+    void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t s, Site site) {
   Api api("cudaMemcpy", site);
   check_copy(to, from, bytes, kind);
   enqueue(s, [=] {
@@ -251,7 +259,9 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* s, unsigned flags, Site site
   streams.insert(*s), object_made(*s, "stream", site);
   return cudaSuccess;
 }
-cudaError_t cudaStreamCreate(cudaStream_t* s, Site site) { return cudaStreamCreateWithFlags(s, cudaStreamDefault, site); }
+cudaError_t cudaStreamCreate(cudaStream_t* s, Site site) {
+  return cudaStreamCreateWithFlags(s, cudaStreamDefault, site);
+}
 cudaError_t cudaStreamDestroy(cudaStream_t s, Site site) {
   Api api("cudaStreamDestroy", site);
   object_gone(s, "stream");

@@ -5,7 +5,8 @@
 namespace emu {
 
 static void check_aligned(const char* op, Site site, const void* p) {
-  if (reinterpret_cast<uintptr_t>(p) % 16) fail("%s at %s:%d: address %p is not aligned to 16 bytes", op, site.file, site.line, p);
+  if (reinterpret_cast<uintptr_t>(p) % 16)
+    fail("%s at %s:%d: address %p is not aligned to 16 bytes", op, site.file, site.line, p);
 }
 struct Load { const uint16_t* row; unsigned r[4]; };
 void load_matrices(unsigned (&r)[4], const void* row, bool transpose, Site site) {
