@@ -194,28 +194,34 @@ class StoryTeller {
   }
   std::vector<Candidate> candidates() {
     std::vector<Candidate> all;
-    const auto consider = [&](StoryKind kind, size_t told, const std::string& question, const char* answer, bool& asked) {
-      const bool direct = kind == StoryKind::where_person || kind == StoryKind::where_thing || kind == StoryKind::who_has;
-      if (!asked) all.push_back({direct && told == sentences ? StoryKind::just_told : kind, question, answer, &asked});
+    const auto consider = [&](StoryKind kind, const std::string& question, const char* answer, bool& asked) {
+      if (!asked) all.push_back({kind, question, answer, &asked});
     };
-    const auto where = [&](StoryKind kind, size_t told, const std::string& what, const std::vector<size_t>& trail, bool& asked) {
-      consider(kind, told, "Where is " + what + "? In the ", PLACES[trail.back()], asked);
+    // told: the sentence that says it in so many words.
+    const auto unless_just = [&](StoryKind kind, size_t told) {
+      return told == sentences ? StoryKind::just_told : kind;
+    };
+    const auto where = [&](StoryKind kind, const std::string& what, const std::vector<size_t>& trail, bool& asked) {
+      consider(kind, "Where is " + what + "? In the ", PLACES[trail.back()], asked);
     };
     const auto before = [&](const std::string& what, const std::vector<size_t>& trail, bool& asked) {
-      if (clear_before(trail))
-        consider(StoryKind::before, 0, "Where was " + what + " before the " + PLACES[trail.back()] + "? In the ",
-                 PLACES[trail[trail.size() - 2]], asked);
+      if (!clear_before(trail)) return;
+      consider(StoryKind::before, "Where was " + what + " before the " + PLACES[trail.back()] + "? In the ",
+               PLACES[trail[trail.size() - 2]], asked);
     };
     for (Person& p : people) {
-      if (p.told > 0) where(StoryKind::where_person, p.told, PEOPLE[p.name], p.trail, p.asked);
+      if (p.told > 0) where(unless_just(StoryKind::where_person, p.told), PEOPLE[p.name], p.trail, p.asked);
       before(PEOPLE[p.name], p.trail, p.asked_before);
     }
     for (Thing& t : things) {
       const std::string name = std::string("the ") + THINGS[t.name];
       if (t.holder != NOBODY)
-        consider(StoryKind::who_has, t.told_holder, "Who has " + name + "? ", PEOPLE[people[t.holder].name], t.asked_holder);
-      if (t.holder != NOBODY && t.carried && t.moved < sentences) where(StoryKind::carried, 0, name, t.trail, t.asked);
-      if (t.holder == NOBODY && known(t.trail)) where(StoryKind::where_thing, t.told, name, t.trail, t.asked);
+        consider(unless_just(StoryKind::who_has, t.told_holder), "Who has " + name + "? ",
+                 PEOPLE[people[t.holder].name], t.asked_holder);
+      if (t.holder != NOBODY && t.carried && t.moved < sentences)
+        where(StoryKind::carried, name, t.trail, t.asked);
+      if (t.holder == NOBODY && known(t.trail))
+        where(unless_just(StoryKind::where_thing, t.told), name, t.trail, t.asked);
       before(name, t.trail, t.asked_before);
     }
     return all;
