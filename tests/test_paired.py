@@ -663,6 +663,16 @@ def _(place):
     equal(status, 0, text)
 
 
+@test("when one run stops the study, the others running beside it are saved and ended")
+@in_place(seeds=(1,))
+def _(place):
+    status, text = place.run("--jobs", "2", STUB_FAIL="block-s1@3", STUB_MS="150")
+    equal(status, 1, text)
+    (attempt,) = place.attempts("a-rd-s1")
+    equal((attempt["interrupted"], attempt["status"], attempt["reached"] < 20), (True, 0, True), text)
+    equal(study_module.checkpoints(place.root + "/a-rd-s1")[-1][5:13], "%08d" % attempt["reached"], "it saved")
+
+
 @test("a run that was asked to stop somewhere and fails there next time gets its second chance")
 @in_place(seeds=(1,))
 def _(place):
@@ -1280,6 +1290,21 @@ def _():
     )
     lines = watch.chart([("q", [(0, 1.0), (100, 1.0)]), ("r", [(100, 1.0)])], 31, 5, "title")
     check(any(line.endswith("q*") for line in lines), "where two meet, a star")
+
+
+@test("every flag of the study files is one of the trainer's")
+def _():
+    trainer = os.path.join(ROOT, "train_rdattnres_cpu")
+    if not os.path.exists(trainer):
+        raise Skip("train_rdattnres_cpu is not built")
+    told = subprocess.run([trainer, "--help"], stdout=subprocess.PIPE, text=True).stdout
+    known = {word for line in told.splitlines() for word in line.split()[:1] if word.startswith("--")}
+    check("--arch" in known and len(known) > 20, "--help lists flags: %s" % known)
+    folder = os.path.join(PAIRED, "studies")
+    for name in os.listdir(folder):
+        for run in Study(os.path.join(folder, name)).runs:
+            for flag in run.flags:
+                check("--" + flag.replace("_", "-") in known, "%s: --%s" % (name, flag))
 
 
 # ---- with the real trainer -----------------------------------------------------------------------------------
