@@ -1,0 +1,285 @@
+// test_tokenizer.cpp - text to tokens and back, against a slow encoder written from GPT-2's definition.
+#include <algorithm>
+#include <cctype>
+#include <sstream>
+
+#include "dev/common/json.h"    // json_quote: names of cases on one line
+#include "dev/common/random.h"  // philox, permute
+#include "dev/common/tokenizer.h"
+#include "tests/check.h"
+#include "tests/child.h"
+
+// ---- made-up tokenizers --------------------------------------------------------------------------------
+
+static std::string tokenizer_bytes(const std::vector<std::string>& tokens, uint32_t eot,
+                                   uint32_t magic = 20240328, uint32_t version = 2, int64_t count = -1) {
+  std::vector<uint32_t> header(256);
+  header[0] = magic, header[1] = version, header[3] = eot;
+  header[2] = uint32_t(count >= 0 ? count : int64_t(tokens.size()));
+  std::string bytes(reinterpret_cast<const char*>(header.data()), 1024);
+  for (const std::string& token : tokens) bytes += char(token.size()) + token;
+  return bytes;
+}
+
+// The 256 bytes in an order of their own, as GPT-2 has them, then the given tokens, then end-of-text.
+static std::vector<std::string> vocabulary(const std::vector<std::string>& merges) {
+  std::vector<std::string> tokens;
+  for (uint64_t i = 0; i < 256; i++) tokens.push_back(std::string(1, char(permute(1, 0, 256, i))));
+  tokens.insert(tokens.end(), merges.begin(), merges.end());
+  tokens.push_back("<|endoftext|>");
+  return tokens;
+}
+
+static uint64_t dice(uint64_t i, uint64_t sides) { return philox(17, STREAM_TEST, i).x[0] % sides; }
+
+static std::string random_text(uint64_t stream, size_t length, const std::string& letters) {
+  std::string text;
+  for (size_t i = 0; i < length; i++) text += letters[philox(stream, STREAM_TEST, i).x[1] % letters.size()];
+  return text;
+}
+
+// Merges as training makes them: two tokens that stand next to each other somewhere, joined.
+static std::vector<std::string> random_merges(size_t n, const std::string& letters) {
+  std::vector<std::string> parts, merges;
+  for (char c : letters) parts.push_back(std::string(1, c));
+  for (uint64_t i = 0; merges.size() < n; i++) {
+    const std::string token = parts[dice(2 * i, parts.size())] + parts[dice(2 * i + 1, parts.size())];
+    if (token.size() > 9 || std::find(parts.begin(), parts.end(), token) != parts.end()) continue;
+    parts.push_back(token);
+    merges.push_back(token);
+  }
+  return merges;
+}
+
+// ---- the slow encoder ----------------------------------------------------------------------------------
+
+static int number_of(const std::vector<std::string>& tokens, const std::string& token) {
+  const auto end = tokens.end() - 1;  // end-of-text is not for text
+  const auto found = std::find(tokens.begin(), end, token);
+  return found == end ? -1 : int(found - tokens.begin());
+}
+
+// One word: in every round, of all neighbours that together are a token, join those of the lowest number.
+static void slow_word(const std::vector<std::string>& tokens, const std::string& word, std::vector<int>& ids) {
+  std::vector<std::string> parts;
+  for (char c : word) parts.push_back(std::string(1, c));
+  for (;;) {
+    int best = -1;
+    size_t at = 0;
+    for (size_t i = 0; i + 1 < parts.size(); i++) {
+      const int id = number_of(tokens, parts[i] + parts[i + 1]);
+      if (id >= 0 && (best < 0 || id < best)) best = id, at = i;
+    }
+    if (best < 0) break;
+    parts[at] += parts[at + 1];
+    parts.erase(parts.begin() + std::ptrdiff_t(at) + 1);
+  }
+  for (const std::string& part : parts) ids.push_back(number_of(tokens, part));
+}
+
+// Length of what the pattern matches at the start of ASCII text, one alternative after the other:
+//   's|'t|'re|'ve|'m|'ll|'d| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+
+static size_t slow_word_length(const std::string& text) {
+  for (const char* ending : {"'s", "'t", "'re", "'ve", "'m", "'ll", "'d"})
+    if (text.compare(0, strlen(ending), ending) == 0) return strlen(ending);
+  const auto run = [&](size_t at, int (*is)(int), bool want) {  // characters from `at` that are, or are not
+    size_t n = 0;
+    while (at + n < text.size() && (is(text[at + n]) != 0) == want) n++;
+    return n;
+  };
+  const auto alnum_or_space = [](int c) { return int(isalnum(c) || isspace(c)); };
+  const size_t blank = text[0] == ' ' ? 1 : 0;
+  if (run(blank, isalpha, true) > 0) return blank + run(blank, isalpha, true);
+  if (run(blank, isdigit, true) > 0) return blank + run(blank, isdigit, true);
+  if (run(blank, alnum_or_space, false) > 0) return blank + run(blank, alnum_or_space, false);
+  const size_t spaces = run(0, isspace, true);
+  for (size_t n = spaces; n > 0; n--)  // the longest that no other than a space follows
+    if (n == text.size() || isspace(text[n])) return n;
+  return spaces;
+}
+
+static std::vector<int> slow_encode(const std::vector<std::string>& tokens, std::string text) {
+  std::vector<int> ids;
+  while (!text.empty()) {
+    const size_t length = slow_word_length(text);
+    slow_word(tokens, text.substr(0, length), ids);
+    text.erase(0, length);
+  }
+  return ids;
+}
+
+// ---- tests ---------------------------------------------------------------------------------------------
+
+static void test_bytes() {
+  TEST("bytes: every byte is its own token, end-of-text is 256, nothing is lost");
+  const Tokenizer bytes = Tokenizer::bytes();
+  CHECK_EQ(bytes.size, 257u);
+  CHECK_EQ(bytes.eot, 256);
+  std::string text;
+  for (int b = 0; b < 256; b++) text += char(b);
+  const std::vector<int> ids = bytes.encode(text + text);
+  CHECK_EQ(ids.size(), 512u);
+  for (int b = 0; b < 256; b++) CHECK(ids[size_t(b)] == b && ids[size_t(b) + 256] == b);
+  CHECK(bytes.decode(ids) == text + text);
+  CHECK_EQ(bytes.decode(256), "<|endoftext|>");
+  CHECK_EQ(bytes.encode("<|endoftext|>").size(), 13u);
+  CHECK_EQ(bytes.encode("").size(), 0u);
+
+  TEST("a number past the tokenizer, or below it, is shown as itself");
+  CHECK_EQ(bytes.decode(257), "<|257|>");
+  CHECK_EQ(bytes.decode(-1), "<|-1|>");
+}
+
+static void test_merges(const Scratch& folder) {
+  const std::string letters = "aabbcdest  '.,\n7";
+  const std::vector<std::string> tokens = vocabulary(random_merges(400, letters));
+  write_file(folder / "t.bin", tokenizer_bytes(tokens, uint32_t(tokens.size() - 1)));
+  const Tokenizer tokenizer = Tokenizer::load(folder / "t.bin");
+
+  TEST("a tokenizer file: size, end-of-text, every token decodes to its bytes");
+  CHECK_EQ(tokenizer.size, tokens.size());
+  CHECK_EQ(tokenizer.eot, int(tokens.size() - 1));
+  for (size_t id = 0; id < tokens.size(); id++) CHECK_EQ(tokenizer.decode(int(id)), tokens[id]);
+
+  TEST("merges by number: the same tokens as the slow encoder, on random text");
+  size_t count = 0;
+  for (uint64_t stream = 0; stream < 60; stream++) {
+    const std::string text = random_text(stream, 20 + 7 * stream, letters);
+    const std::vector<int> fast = tokenizer.encode(text), slow = slow_encode(tokens, text);
+    if (!CHECK(fast == slow))
+      printf("     %s: %zu tokens, expected %zu\n", json_quote(text).c_str(), fast.size(), slow.size());
+    CHECK(tokenizer.decode(fast) == text);
+    count += fast.size();
+  }
+  printf("     60 texts, %zu tokens\n", count);
+
+  TEST("words of one letter over and over: overlapping pairs are joined from the left");
+  for (size_t n : {1, 2, 3, 4, 5, 6, 7, 8, 15, 16, 17, 100})
+    for (char c : {'a', 'b', ' ', '.'}) {
+      const std::string word(n, c);
+      CHECK(tokenizer.encode(word) == slow_encode(tokens, word));
+    }
+
+  TEST("a word of a megabyte does not take for ever");
+  const std::string long_word = random_text(99, 1 << 20, "abcdest");
+  const std::vector<int> ids = tokenizer.encode(long_word);
+  printf("     %zu letters, %zu tokens\n", long_word.size(), ids.size());
+  CHECK(tokenizer.decode(ids) == long_word);
+
+  TEST("any bytes come back, UTF-8 or not");
+  for (uint64_t stream = 0; stream < 200; stream++) {
+    std::string noise;
+    for (uint64_t i = 0; i < 50; i++) noise += char(philox(stream, STREAM_TEST + 1, i).x[0]);
+    CHECK(tokenizer.decode(tokenizer.encode(noise)) == noise);
+  }
+}
+
+// Where the text is cut into words. Every word is a token here, and so is the whole text and any two
+// neighbouring words together: a cut that is missing or in the wrong place shows.
+static void test_words(const Scratch& folder) {
+  const struct { const char *text, *words; } cases[] = {  // words separated by |
+    {"ab", "ab"}, {"a1", "a|1"}, {"1a", "1|a"}, {"a.", "a|."}, {" a", " a"}, {"a ", "a| "}, {" 1", " 1"},
+    {" .", " ."}, {"a b", "a| b"}, {"a  b", "a| | b"}, {"a   b", "a|  | b"}, {"a\nb", "a|\n|b"},
+    {"a \nb", "a| |\n|b"}, {"a\n b", "a|\n| b"}, {"a  ", "a|  "}, {"  ", "  "}, {" \n", " \n"},
+    {"\n\n.", "\n|\n|."}, {"I'm", "I|'m"}, {"I'll", "I|'ll"}, {"'tis", "'t|is"}, {"'S", "'|S"},
+    {" 's", " '|s"}, {"''s", "''|s"}, {"'", "'"}, {"'v", "'|v"}, {"'ve", "'ve"}, {"'l", "'|l"},
+    // letters, numbers and spaces beyond ASCII
+    {"\u00e9a", "\u00e9a"}, {"a\u00bd", "a|\u00bd"}, {"1\u00bd", "1\u00bd"}, {"\u0661\u0662", "\u0661\u0662"},
+    {"\u4e2d\u6587", "\u4e2d\u6587"}, {"\u4e2d1", "\u4e2d|1"}, {"a\u00a0b", "a|\u00a0|b"},
+    {"\u3000\u3000a", "\u3000|\u3000|a"}, {"\u2019s", "\u2019|s"}, {"\u00b7\u00b7", "\u00b7\u00b7"},
+    {"\u0e01\u0e31", "\u0e01|\u0e31"}, {"\u200ba", "\u200b|a"}, {"\U0001d400a", "\U0001d400a"},
+    {"\U0001f600a", "\U0001f600|a"}, {"\u2028a", "\u2028|a"}, {"\u0301a", "\u0301|a"},
+  };
+  for (const auto& c : cases) {
+    TEST(std::string("words: ") + json_quote(c.text));
+    std::vector<std::string> merges = {c.text}, words;
+    std::istringstream list(c.words);
+    for (std::string word; std::getline(list, word, '|');) words.push_back(word);
+    merges.insert(merges.end(), words.begin(), words.end());
+    for (size_t i = 0; i + 1 < words.size(); i++) merges.push_back(words[i] + words[i + 1]);
+    const std::vector<std::string> tokens = vocabulary(merges);
+    write_file(folder / "w.bin", tokenizer_bytes(tokens, uint32_t(tokens.size() - 1)));
+    const Tokenizer tokenizer = Tokenizer::load(folder / "w.bin");
+    std::string got;
+    for (int id : tokenizer.encode(c.text)) got += (got.empty() ? "" : "|") + tokenizer.decode(id);
+    CHECK_EQ(got, std::string(c.words));
+  }
+}
+
+static void test_bad_files(const Scratch& folder) {
+  const std::string path = folder / "bad.bin";
+  const std::vector<std::string> tokens = vocabulary({"ab", "abc"});
+  const std::string good = tokenizer_bytes(tokens, 258);
+  const auto refused = [&](const std::string& name, const std::string& bytes, const std::string& message) {
+    TEST("refused: " + name);
+    write_file(path, bytes);
+    CHECK(refuses(in_child([&] { Tokenizer::load(path); }), 1, path + ": " + message));
+  };
+  TEST("the good file that the bad ones are made from");
+  write_file(path, good);
+  CHECK_EQ(Tokenizer::load(path).encode("abcab").size(), 2u);
+
+  refused("an empty file", "", "0 bytes, expected 1024 to 16778240 for a tokenizer");
+  refused("half a header", good.substr(0, 1000), "1000 bytes, expected 1024 to");
+  refused("another magic", tokenizer_bytes(tokens, 258, 20240520),
+          "not a tokenizer: magic 20240520, expected 20240328");
+  refused("another version", tokenizer_bytes(tokens, 258, 20240328, 1), "tokenizer version 1, expected 2");
+  refused("no tokens", tokenizer_bytes({}, 0), "0 tokens, expected 2 to 65536");
+  refused("too many tokens", tokenizer_bytes(tokens, 258, 20240328, 2, 0xFFFFFFFF),
+          "4294967295 tokens, expected 2 to 65536");
+  refused("end-of-text outside", tokenizer_bytes(tokens, 259), "end-of-text is token 259 of 259");
+  refused("a header alone", good.substr(0, 1024), "cut short: ends inside token 0 of 259");
+  const size_t size = good.size();
+  refused("cut inside the last token", good.substr(0, size - 1), "cut short: ends inside token 258 of 259");
+  refused("cut before the last token", good.substr(0, size - 14), "cut short: ends inside token 258 of 259");
+  refused("one byte too many", good + "x",
+          format("%zu bytes, expected %zu for its 259 tokens", size + 1, size));
+
+  TEST("refused: no such file, a folder");
+  CHECK(refuses(in_child([&] { Tokenizer::load(folder / "none"); }), 1, "none: cannot open: No such file"));
+  CHECK(refuses(in_child([&] { Tokenizer::load(folder.path); }), 1, folder.path + ": not a regular file"));
+
+  TEST("refused: text with a byte that has no token");
+  std::vector<std::string> few = {"a", "b", "ab", "<|endoftext|>"};
+  write_file(path, tokenizer_bytes(few, 3));
+  const Tokenizer tokenizer = Tokenizer::load(path);
+  CHECK_EQ(tokenizer.encode("abba").size(), 3u);
+  CHECK(refuses(in_child([&] { tokenizer.encode("abc"); }), 1, "tokenizer: no token for byte 99"));
+}
+
+// GPT-2's own file, where there is one; what it must give was computed with another encoder (tiktoken).
+static void test_gpt2() {
+  TEST("GPT-2's tokenizer");
+  const char* given = getenv("GPT2_TOKENIZER");
+  const std::string path = given ? given : "data/gpt2_tokenizer.bin";
+  if (access(path.c_str(), R_OK) != 0) {
+    SKIP("no " + path + "; GPT2_TOKENIZER=FILE names another place");
+    return;
+  }
+  const Tokenizer gpt2 = Tokenizer::load(path);
+  CHECK_EQ(gpt2.size, 50257u);
+  CHECK_EQ(gpt2.eot, 50256);
+  const struct { const char* text; std::vector<int> ids; } cases[] = {
+    {"Hello world", {15496, 995}},
+    {"I'll say: 3.14159  is pi,\n\n\tisn't it?",
+     {40, 1183, 910, 25, 513, 13, 1415, 19707, 220, 318, 31028, 11, 628, 197, 271, 77, 470, 340, 30}},
+    {"Z\u00fcrich, \u6771\u4eac and \u0395\u03bb\u03bb\u03ac\u03b4\u03b1",
+     {57, 9116, 7527, 11, 10545, 251, 109, 12859, 105, 290, 7377, 243, 39377, 39377, 138, 105, 138, 112,
+      17394}},
+    {"<|endoftext|>", {27, 91, 437, 1659, 5239, 91, 29}},
+  };
+  for (const auto& c : cases) {
+    CHECK(gpt2.encode(c.text) == c.ids);
+    CHECK_EQ(gpt2.decode(c.ids), std::string(c.text));
+  }
+}
+
+int main() {
+  Scratch folder;
+  test_bytes();
+  test_merges(folder);
+  test_words(folder);
+  test_bad_files(folder);
+  test_gpt2();
+  return finish();
+}
