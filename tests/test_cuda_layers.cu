@@ -1,0 +1,643 @@
+// test_cuda_layers.cu - every layer of train_rdattnres.cu, forward and backward, against the CPU functions in
+// double.
+//
+// Inputs are random and rounded to the storage type, so that all three see the same numbers:
+//   want    the CPU function in double
+//   plain   the CPU function in float, its results rounded to the storage type: what any plain code of this
+//   precision
+//           gives. Where the kernel rounds in the middle (bf16 attention), `plain` is a loop that rounds at the
+//           same points.
+//   got     the kernel
+// Errors are relative to the root mean square of what is wanted: its root mean square, and its largest. The
+// kernel may be FACTOR times as wrong as the plain code. Runs on a GPU (nvcc) or through the emulator, in
+// several thread orders.
+#define TESTING
+#define CPU_NAMESPACE cpu_double
+#define REAL double
+#include "../train_rdattnres_cpu.cpp"  // cpu_double: what is wanted
+#define CPU_NAMESPACE cpu_float
+#define REAL float
+#include "../train_rdattnres_cpu.cpp"  // cpu_float: plain code
+
+#include <memory>
+
+#include "../train_rdattnres.cu"
+
+#include "check.h"
+
+using gpu::bf16;
+constexpr double FACTOR = 4;
+
+// The CPU functions by scalar type, so that one template makes both references.
+template <class real> struct Cpu;
+#define CPU_FUNCTIONS(real, ns)                                                                    \
+  template <> struct Cpu<real> {                                                                   \
+    static constexpr auto* source_rstd = &ns::source_rstd;                                         \
+    static constexpr auto* route_forward = &ns::route_forward;                                     \
+    static constexpr auto* route_backward = &ns::route_backward;                                   \
+    static constexpr auto* rmsnorm_forward = &ns::rmsnorm_forward;                                 \
+    static constexpr auto* rmsnorm_backward = &ns::rmsnorm_backward;                               \
+    static constexpr auto* matmul = &ns::matmul;                                                   \
+    static constexpr auto* rope_rotate = &ns::rope_rotate;                                         \
+    static constexpr auto* attention_forward = &ns::attention_forward;                             \
+    static constexpr auto* attention_backward = &ns::attention_backward;                           \
+    static constexpr auto* swiglu_forward = &ns::swiglu_forward;                                   \
+    static constexpr auto* swiglu_backward = &ns::swiglu_backward;                                 \
+    static constexpr auto* classifier = &ns::classifier;                                           \
+    static constexpr auto* embedding_backward = &ns::embedding_backward;                           \
+    static constexpr auto* adamw = &ns::adamw;                                                     \
+  };
+CPU_FUNCTIONS(double, cpu_double)
+CPU_FUNCTIONS(float, cpu_float)
+
+// ---- numbers -------------------------------------------------------------------------------------------
+
+using Numbers = std::vector<double>;
+
+double round_bf16(double v) {
+  uint32_t bits;
+  const float f = float(v);
+  memcpy(&bits, &f, 4);
+  if (f == f) bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000u;
+  float r;
+  memcpy(&r, &bits, 4);
+  return r;
+}
+template <class X>
+double round_to(double v) {
+  return std::is_same<X, bf16>::value ? round_bf16(v) : double(float(v));
+}
+
+uint64_t random_state = 1;
+double normal_number() {
+  double sum = -6;
+  for (int i = 0; i < 12; i++) {
+    random_state = random_state * 6364136223846793005u + 1442695040888963407u;
+    sum += double(random_state >> 11) * 0x1p-53;
+  }
+  return sum;
+}
+template <class X> Numbers normals(size_t n, double mean = 0, double deviation = 1) {
+  Numbers v(n);
+  for (double& x : v) x = round_to<X>(mean + deviation * normal_number());
+  return v;
+}
+template <class X> Numbers rounded_to(Numbers v) {
+  for (double& x : v) x = round_to<X>(x);
+  return v;
+}
+template <class real> std::vector<real> as(const Numbers& v) { return std::vector<real>(v.begin(), v.end()); }
+template <class real> Numbers from(const std::vector<real>& v) { return Numbers(v.begin(), v.end()); }
+
+inline void store(float& to, double v) { to = float(v); }
+inline void store(int& to, double v) { to = int(v); }
+inline void store(bf16& to, double v) {
+  const float f = float(round_bf16(v));
+  memcpy(&to, reinterpret_cast<const char*>(&f) + 2, 2);  // a bf16 is the upper half of a float
+}
+inline double load(float v) { return v; }
+inline double load(int v) { return v; }
+inline double load(bf16 v) {
+  float f = 0;
+  memcpy(reinterpret_cast<char*>(&f) + 2, &v, 2);
+  return f;
+}
+template <class X> void put(X* to, const Numbers& v) {
+  std::vector<X> host(v.size());
+  for (size_t i = 0; i < v.size(); i++) store(host[i], v[i]);
+  gpu::upload(to, host.data(), v.size());
+}
+template <class X> Numbers take(const X* at, size_t n) {
+  std::vector<X> host(n);
+  gpu::download(host.data(), at, n);
+  Numbers v(n);
+  for (size_t i = 0; i < n; i++) v[i] = load(host[i]);
+  return v;
+}
+// A device array of its own cudaMalloc, so that the emulator sees every step over its end. Fresh memory is NaN
+// there.
+template <class X>
+struct Array {
+  X* at = nullptr;
+  size_t n;
+  explicit Array(size_t n) : n(n) { CUDA_CHECK(cudaMalloc(&at, (n ? n : 1) * sizeof(X))); }
+  explicit Array(const Numbers& v) : Array(v.size()) { put(at, v); }
+  Array(const Array&) = delete;
+  ~Array() { cudaFree(at); }
+  operator X*() const { return at; }
+  Numbers numbers() const { return take(at, n); }
+};
+using Ints = Array<int>;
+
+// ---- comparing -----------------------------------------------------------------------------------------
+
+struct Error { double rms, max; };
+double root_mean_square(const Numbers& v) {
+  double squares = 0;
+  for (double x : v) squares += x * x;
+  return std::sqrt(squares / double(v.size()));
+}
+Error error_of(const Numbers& got, const Numbers& want, double unit) {
+  double squares = 0, largest = 0;
+  for (size_t i = 0; i < want.size(); i++) {
+    const double e = std::fabs(got[i] - want[i]);
+    squares += e * e;
+    largest = e <= largest ? largest : e;  // keeps a NaN
+  }
+  return {std::sqrt(squares / double(want.size())) / unit, largest / unit};
+}
+// A few last digits are free: where the plain code happens to be exact, a different order of sums is not.
+template <class X>
+void compare(const char* what, const Numbers& got, const Numbers& plain, const Numbers& want, double unit = 0) {
+  if (!CHECK_EQ(got.size(), want.size())) return;
+  if (unit == 0) unit = root_mean_square(want);
+  const double epsilon = 0x1p-23;
+  const Error g = error_of(got, want, unit), p = error_of(rounded_to<X>(plain), want, unit);
+  printf("       %-28s error %.2e, plain %.2e   largest %.2e, plain %.2e\n", what, g.rms, p.rms, g.max, p.max);
+  CHECK(g.rms <= FACTOR * p.rms + epsilon);
+  CHECK(g.max <= FACTOR * p.max + 4 * epsilon);
+}
+template <class X> const char* type_name() { return std::is_same<X, bf16>::value ? "bf16" : "fp32"; }
+
+// ---- layers --------------------------------------------------------------------------------------------
+
+std::vector<int> random_tokens(size_t n, size_t V) {
+  std::vector<int> tokens(n);
+  for (int& t : tokens) {
+    const double u = std::fabs(normal_number()) / 6;  // some often, some never
+    t = int(std::min(double(V - 1), u * double(V)));
+  }
+  return tokens;
+}
+Numbers numbers_of(const std::vector<int>& v) { return Numbers(v.begin(), v.end()); }
+
+template <class X> void test_embedding(size_t BT, size_t C, size_t V) {
+  TEST(format("embedding %s, BT %zu, C %zu", type_name<X>(), BT, C));
+  const std::vector<int> tokens = random_tokens(BT, V);
+  const Numbers wte = normals<X>(V * C), dout = normals<X>(BT * C), start = normals<float>(V * C);
+  Array<X> w(wte), out(BT * C), d(dout);
+  Ints ids(numbers_of(tokens));
+  Array<float> dwte(start);
+  gpu::embedding_forward<X>(out, ids, w, BT, C);
+  Numbers want(BT * C);
+  for (size_t i = 0; i < BT * C; i++) want[i] = wte[size_t(tokens[i / C]) * C + i % C];
+  CHECK(out.numbers() == want);
+  std::vector<int> sorted;
+  const size_t distinct = gpu::sort_tokens(sorted, tokens.data(), BT, V);
+  Ints on_device(numbers_of(sorted));
+  gpu::embedding_backward<X>(dwte, d, {on_device, on_device + BT, on_device + BT + distinct + 1, distinct}, C);
+  std::vector<double> w2 = as<double>(start);
+  std::vector<float> w1 = as<float>(start);
+  cpu_double::embedding_backward(w2.data(), as<double>(dout).data(), tokens.data(), BT, C);
+  cpu_float::embedding_backward(w1.data(), as<float>(dout).data(), tokens.data(), BT, C);
+  compare<float>("dwte", dwte.numbers(), from(w1), from(w2));
+}
+
+// One block of the depth memory: sublayers b S .. b S + S - 1 of 2 L, and the output site if it is the last
+// block. Every site gets random dx; dbank, the partials' gradients, dnorm, dquery and dgain must be what the
+// CPU makes of it.
+struct BlockShape {
+  size_t C, S, first, sites;
+  bool output;
+  int two;
+  bool average;
+};  // two: attention sites have 2 routes
+struct SiteData { size_t i, R, K, inputs; Numbers query, gain, norm, dx, dpartial; bool add_partial; };
+struct SiteResult { Numbers x, p, dpartial, dnorm, dquery, dgain; };
+struct BlockResult { std::vector<SiteResult> sites; Numbers dbank; };
+
+template <class real, class X>
+BlockResult block_on_cpu(const std::vector<SiteData>& sites, const BlockShape& s, const Numbers& stream,
+                         Numbers dbank, size_t BT, bool rounding) {
+  using F = Cpu<real>;
+  auto round = [&](std::vector<real>& v) { if (rounding) for (real& x : v) x = real(round_to<X>(double(x))); };
+  const size_t C = s.C, slots = stream.size() / (BT * C);
+  const std::vector<real> all = as<real>(stream);
+  std::vector<real> rstd(slots * BT), bank = as<real>(dbank);
+  for (size_t n = 0; n < slots; n++) F::source_rstd(&rstd[n * BT], &all[n * BT * C], BT, C);
+  BlockResult result;
+  for (const SiteData& site : sites) {
+    const std::vector<real> query = as<real>(site.query), gain = as<real>(site.gain),
+                            norm = as<real>(site.norm);
+    std::vector<real> h(site.R * BT * C), p(site.R * BT * site.K), x(site.inputs * BT * C), dh(2 * BT * C),
+        dx = as<real>(site.dx);
+    std::vector<real> dpartial = as<real>(site.dpartial), dnorm(C), dquery(site.R * C), dgain(C),
+                      unused(BT * C);
+    std::vector<const real*> sources, rstds, queries;
+    std::vector<real*> dsources, dqueries;
+    for (size_t j = 0; j < site.K; j++) {
+      const size_t slot = std::min(j * s.S, site.i);
+      sources.push_back(&all[slot * BT * C]), rstds.push_back(&rstd[slot * BT]);
+      const bool finished = slot % s.S == 0 && slot <= s.first;
+      dsources.push_back(finished ? &bank[slot / s.S * BT * C] : dpartial.data());
+    }
+    for (size_t r = 0; r < site.R; r++) queries.push_back(&query[r * C]), dqueries.push_back(&dquery[r * C]);
+    F::route_forward(h.data(), p.data(), sources.data(), rstds.data(), queries.data(), gain.data(), BT, C,
+                     site.K, site.R);
+    std::vector<real> mixes = h;
+    if (s.average && site.R == 2)
+      for (size_t i = 0; i < BT * C; i++) mixes[i] = (h[i] + h[BT * C + i]) / 2;
+    for (size_t n = 0; n < site.inputs; n++) {
+      F::rmsnorm_forward(&x[n * BT * C], &mixes[n * BT * C], norm.data(), BT, C);
+      F::rmsnorm_backward(&dh[n * BT * C], dnorm.data(), &dx[n * BT * C], &mixes[n * BT * C], norm.data(), BT,
+                          C);
+    }
+    if (s.average && site.R == 2)
+      for (size_t i = 0; i < BT * C; i++) dh[i] = dh[BT * C + i] = dh[i] / 2;
+    round(dh);  // as the kernels keep it
+    F::route_backward(dsources.data(), dqueries.data(), dgain.data(), dh.data(), h.data(), p.data(),
+                      sources.data(), rstds.data(), queries.data(), gain.data(), BT, C, site.K, site.R);
+    result.sites.push_back({from(x), from(p), from(dpartial), from(dnorm), from(dquery), from(dgain)});
+  }
+  result.dbank = from(bank);
+  return result;
+}
+
+template <class X> void test_route(const BlockShape& s, size_t BT) {
+  const size_t C = s.C, last = s.first + s.sites, K = s.first / s.S + 1;
+  TEST(format("route %s, C %zu, %zu finished sources, S %zu, %zu sites%s%s%s", type_name<X>(), C, K, s.S,
+              s.sites, s.output ? " and output" : "", s.two ? ", two routes" : "",
+              s.average ? ", averaged" : ""));
+  const Numbers stream = normals<X>((last + 1) * BT * C, 0.1, 1), dbank = normals<X>(K * BT * C);
+  std::vector<SiteData> sites;
+  for (size_t i = last + s.output; i-- > s.first;) {  // in the order of a backward
+    if (i == 0) continue;
+    const size_t R = s.two && i % 2 == 0 && i < last ? 2 : 1;
+    SiteData site = {i,  R,  1 + (i + s.S - 1) / s.S, s.average ? 1 : R, {}, {}, {},
+                     {}, {}, i < last || !s.output};
+    site.query = normals<float>(R * C, 0, 1.5 / std::sqrt(double(C))), site.gain = normals<float>(C, 1, 0.3);
+    site.norm = normals<float>(C, 1, 0.3), site.dx = normals<X>(site.inputs * BT * C);
+    site.dpartial = site.add_partial ? normals<X>(BT * C) : Numbers(BT * C, 0);
+    sites.push_back(site);
+  }
+  const BlockResult want = block_on_cpu<double, X>(sites, s, stream, dbank, BT, false);
+  const BlockResult plain = block_on_cpu<float, X>(sites, s, stream, dbank, BT, true);
+
+  size_t routes = 0, ldp = 0;
+  for (const SiteData& site : sites)
+    routes += site.R, ldp = std::max(ldp, site.K + 1);  // + 1: a row may be longer than K
+  Array<X> slots(stream), bank(dbank), dh(routes * BT * C);
+  Array<float> rstd((last + 1) * BT), p(routes * BT * ldp), w(routes * C), dw(Numbers(routes * C, 0)),
+      delta(routes * BT);
+  Array<float> rows(gpu::TOKEN_BLOCKS * gpu::MAX_ROUTE_LIST * C);
+  {  // every slot's first reader computes its 1 / rms; in this test the finished slots have none before
+    Array<X> x(BT * C);
+    Array<float> norm(Numbers(C, 1));
+    for (size_t n = 0; n <= last; n++)
+      gpu::rmsnorm_forward<X>(x, rstd + n * BT, slots + n * BT * C, norm, BT, C);
+  }
+  std::vector<gpu::Fold> folds;
+  std::vector<std::unique_ptr<Array<float>>> parameters;
+  auto array = [&](const Numbers& v) {
+    parameters.emplace_back(new Array<float>(v));
+    return parameters.back()->at;
+  };
+  for (const SiteData& site : sites) {
+    float *gain = array(site.gain), *dgain = array(Numbers(C, 0));
+    for (size_t r = 0; r < site.R; r++)
+      folds.push_back({array(Numbers(site.query.begin() + long(r * C), site.query.begin() + long((r + 1) * C))),
+                       gain, array(Numbers(C, 0)), dgain});
+  }
+  Array<int> fold_memory(folds.size() * sizeof(gpu::Fold) / sizeof(int));
+  gpu::upload(fold_memory.at, reinterpret_cast<const int*>(folds.data()), fold_memory.n);
+  const gpu::Fold* device_folds = reinterpret_cast<const gpu::Fold*>(fold_memory.at);
+  gpu::fold_gain(w, device_folds, routes, C);
+
+  size_t r0 = 0;
+  std::vector<int> list;
+  std::vector<Numbers> dnorms;
+  for (size_t n = 0; n < sites.size(); n++) {
+    const SiteData& site = sites[n];
+    const gpu::Sources<X> sources{slots, rstd, s.S, site.i};
+    Array<X> x(site.inputs * BT * C), dpartial(site.add_partial ? site.dpartial : Numbers(BT * C, NAN));
+    Array<float> norm(site.norm), dnorm(Numbers(C, 0));
+    gpu::route_forward<X>(x, p + r0 * BT * ldp, sources, w + r0 * C, norm, s.average, BT, C, ldp, site.R);
+    const Numbers weights = p.numbers();
+    Numbers used(site.R * BT * site.K);
+    for (size_t r = 0; r < site.R; r++)
+      for (size_t i = 0; i < BT * site.K; i++)
+        used[r * BT * site.K + i] = weights[((r0 + r) * BT + i / site.K) * ldp + i % site.K];
+    compare<X>(format("site %zu x", site.i).c_str(), x.numbers(), plain.sites[n].x, want.sites[n].x);
+    compare<float>("p", used, plain.sites[n].p, want.sites[n].p);
+    put(dh + r0 * BT * C, site.dx);
+    gpu::RouteList routes_here;
+    for (size_t r = 0; r < site.R; r++)
+      routes_here.number[routes_here.count++] = int(r0 + r), list.push_back(int(r0 + r));
+    const bool has_partial = site.i % s.S != 0 || (s.output && site.i == last);
+    Array<X> x_again(site.inputs * BT * C);
+    gpu::route_backward<X>(dh + r0 * BT * C, x_again, delta + r0 * BT, has_partial ? dpartial.at : nullptr,
+                           dnorm, dw, sources, p + r0 * BT * ldp, w + r0 * C, norm, routes_here, s.average,
+                           !site.add_partial, rows, BT, C, ldp);
+    compare<X>("x again", x_again.numbers(), plain.sites[n].x, want.sites[n].x);
+    if (has_partial)
+      compare<X>("dpartial", dpartial.numbers(), plain.sites[n].dpartial, want.sites[n].dpartial);
+    compare<float>("dnorm", dnorm.numbers(), plain.sites[n].dnorm, want.sites[n].dnorm);
+    r0 += site.R;
+  }
+  gpu::route_backward_bank<X>(bank, dw, dh, delta, gpu::Sources<X>{slots, rstd, s.S, s.first}, p, w, list,
+                              false, rows, BT, C, ldp);
+  compare<X>("dbank", bank.numbers(), plain.dbank, want.dbank);
+  gpu::fold_gain_backward(dw, device_folds, routes, C);
+  size_t f = 0;
+  for (size_t n = 0; n < sites.size(); n++) {
+    Numbers dquery;
+    for (size_t r = 0; r < sites[n].R; r++, f++)
+      for (double v : take(folds[f].dquery, C)) dquery.push_back(v);
+    compare<float>(format("site %zu dquery", sites[n].i).c_str(), dquery, plain.sites[n].dquery,
+                   want.sites[n].dquery);
+    compare<float>("dgain", take(folds[f - 1].dgain, C), plain.sites[n].dgain, want.sites[n].dgain);
+  }
+}
+
+template <class X> void test_rmsnorm(size_t BT, size_t C) {
+  TEST(format("rmsnorm %s, BT %zu, C %zu", type_name<X>(), BT, C));
+  const Numbers h = normals<X>(BT * C, 0.2), weight = normals<float>(C, 1, 0.3), dx = normals<X>(BT * C);
+  const Numbers start = normals<X>(BT * C), dstart = normals<float>(C);
+  Array<X> in(h), x(BT * C), d(dx), dh(start), fresh(BT * C);
+  Array<float> w(weight), rstd(BT), dw(dstart), dw2(dstart), rows(gpu::TOKEN_BLOCKS * C);
+  gpu::rmsnorm_forward<X>(x, rstd, in, w, BT, C);
+  gpu::rmsnorm_backward<X>(dh, dw, d, in, rstd, w, false, rows, BT, C);
+  gpu::rmsnorm_backward<X>(fresh, dw2, d, in, rstd, w, true, rows, BT, C);
+  auto on_cpu = [&](auto zero) {
+    using real = decltype(zero);
+    std::vector<real> out(BT * C), din(BT * C), dweight = as<real>(dstart);
+    Cpu<real>::rmsnorm_forward(out.data(), as<real>(h).data(), as<real>(weight).data(), BT, C);
+    Cpu<real>::rmsnorm_backward(din.data(), dweight.data(), as<real>(dx).data(), as<real>(h).data(),
+                                as<real>(weight).data(), BT, C);
+    std::vector<real> sum = din;
+    for (size_t i = 0; i < BT * C; i++) sum[i] += real(start[i]);
+    return std::vector<Numbers>{from(out), from(din), from(sum), from(dweight)};
+  };
+  const std::vector<Numbers> want = on_cpu(double(0)), plain = on_cpu(float(0));
+  compare<X>("x", x.numbers(), plain[0], want[0]);
+  compare<X>("dh", fresh.numbers(), plain[1], want[1]);
+  compare<X>("dh, added", dh.numbers(), plain[2], want[2]);
+  compare<float>("dweight", dw.numbers(), plain[3], want[3]);
+  CHECK(dw.numbers() == dw2.numbers());
+}
+
+template <class X> void test_matmul(size_t BT, size_t IC, size_t OC) {
+  TEST(format("matmul %s, BT %zu, IC %zu, OC %zu", type_name<X>(), BT, IC, OC));
+  const size_t ld = OC + 8;  // rows of a packed buffer
+  const Numbers x = normals<X>(BT * IC), w = normals<X>(OC * IC), addend = normals<X>(BT * ld),
+                dout = normals<X>(BT * ld);
+  const Numbers dx0 = normals<X>(BT * IC), dw0 = normals<float>(OC * IC);
+  Array<X> in(x), weight(w), add(addend), out(Numbers(BT * ld, 7)), sum(Numbers(BT * ld, 7)), d(dout),
+      dx(BT * IC), dx_sum(dx0);
+  Array<float> dw(dw0);
+  gpu::matmul_forward<X>(out, in, weight, BT, IC, OC, ld);
+  gpu::matmul_forward<X>(sum, in, weight, BT, IC, OC, ld, add);
+  gpu::matmul_backward_input<X>(dx, d, weight, BT, IC, OC, ld);
+  gpu::matmul_backward_input<X>(dx_sum, d, weight, BT, IC, OC, ld, true);
+  gpu::matmul_backward_weight<X>(dw, d, in, BT, IC, OC, ld);
+  auto on_cpu = [&](auto zero) {
+    using real = decltype(zero);
+    using F = Cpu<real>;
+    const std::vector<real> cx = as<real>(x), cw = as<real>(w), cd = as<real>(dout);
+    std::vector<real> o(BT * ld, 7), s = as<real>(addend), cdx(BT * IC), cdx_sum = as<real>(dx0),
+                                     cdw = as<real>(dw0);
+    F::matmul(o.data(), ld, cx.data(), IC, false, cw.data(), IC, true, BT, OC, IC, false);
+    F::matmul(s.data(), ld, cx.data(), IC, false, cw.data(), IC, true, BT, OC, IC, true);
+    for (size_t i = 0; i < BT * ld; i++) if (i % ld >= OC) s[i] = 7;
+    F::matmul(cdx.data(), IC, cd.data(), ld, false, cw.data(), IC, false, BT, IC, OC, false);
+    F::matmul(cdx_sum.data(), IC, cd.data(), ld, false, cw.data(), IC, false, BT, IC, OC, true);
+    F::matmul(cdw.data(), IC, cd.data(), ld, true, cx.data(), IC, false, OC, IC, BT, true);
+    return std::vector<Numbers>{from(o), from(s), from(cdx), from(cdx_sum), from(cdw)};
+  };
+  const std::vector<Numbers> want = on_cpu(double(0)), plain = on_cpu(float(0));
+  compare<X>("out", out.numbers(), plain[0], want[0]);
+  compare<X>("out + addend", sum.numbers(), plain[1], want[1]);
+  compare<X>("dx", dx.numbers(), plain[2], want[2]);
+  compare<X>("dx, added", dx_sum.numbers(), plain[3], want[3]);
+  compare<float>("dw", dw.numbers(), plain[4], want[4]);
+}
+
+template <class X> void test_rope(size_t B, size_t T, size_t C, size_t NH) {
+  TEST(format("rope %s, T %zu, C %zu, HS %zu", type_name<X>(), T, C, C / NH));
+  const Numbers qkv = normals<X>(B * T * 3 * C);
+  const std::vector<float> table = gpu::rope_angles(T, C / NH);
+  Array<float> angles(from(table));
+  for (float direction : {1.0f, -1.0f}) {
+    Array<X> x(qkv);
+    const float2* at = reinterpret_cast<const float2*>(angles.at);
+    direction > 0 ? gpu::rope_forward<X>(x, at, B, T, C, NH) : gpu::rope_backward<X>(x, at, B, T, C, NH);
+    std::vector<double> want = as<double>(qkv);
+    std::vector<float> plain = as<float>(qkv);
+    cpu_double::rope_rotate(want.data(), B, T, C, NH, direction);
+    cpu_float::rope_rotate(plain.data(), B, T, C, NH, direction);
+    compare<X>(direction > 0 ? "forward" : "backward", x.numbers(), from(plain), from(want));
+  }
+}
+
+// bf16 attention as any plain code would do it: the weights, and the scores' gradients, round before their
+// products.
+struct AttentionResult { Numbers att, lse, dqkv; };
+template <class real>
+AttentionResult attention_on_cpu(const Numbers& qkv, const Numbers& datt, const Numbers& att0,
+                                 const Numbers& lse0, size_t B, size_t T, size_t C, size_t NH) {
+  std::vector<real> att(B * T * C), lse(B * NH * T), d(B * T * 3 * C);
+  Cpu<real>::attention_forward(att.data(), lse.data(), as<real>(qkv).data(), B, T, C, NH);
+  Cpu<real>::attention_backward(d.data(), as<real>(datt).data(), as<real>(qkv).data(), as<real>(att0).data(),
+                                as<real>(lse0).data(), B, T, C, NH);
+  return {from(att), from(lse), from(d)};
+}
+AttentionResult attention_rounding(const Numbers& qkv, const Numbers& datt, const Numbers& att0,
+                                   const Numbers& lse0, size_t B, size_t T, size_t C, size_t NH) {
+  const size_t HS = C / NH;
+  const float scale = 1 / std::sqrt(float(HS));
+  AttentionResult r = {Numbers(B * T * C), Numbers(B * NH * T), Numbers(B * T * 3 * C)};
+  auto dot = [&](const double* a, const double* b) {
+    float sum = 0;
+    for (size_t i = 0; i < HS; i++) sum += float(a[i]) * float(b[i]);
+    return sum;
+  };
+  for (size_t b = 0; b < B; b++)
+    for (size_t head = 0; head < NH; head++) {
+      const double *q = &qkv[b * T * 3 * C + head * HS], *k = q + C, *v = k + C,
+                   *d0 = &datt[b * T * C + head * HS];
+      double *dq = &r.dqkv[b * T * 3 * C + head * HS], *dk = dq + C, *dv = dk + C;
+      for (size_t t = 0; t < T; t++) {
+        const size_t at = (b * NH + head) * T + t;
+        std::vector<float> a(T);
+        float top = -INFINITY, sum = 0;
+        for (size_t u = 0; u <= t; u++) top = std::max(top, a[u] = scale * dot(q + t * 3 * C, k + u * 3 * C));
+        for (size_t u = 0; u <= t; u++) sum += a[u] = std::exp(a[u] - top);
+        r.lse[at] = top + std::log(sum);
+        for (size_t i = 0; i < HS; i++) {
+          float o = 0;
+          for (size_t u = 0; u <= t; u++) o += float(round_bf16(a[u])) * float(v[u * 3 * C + i]);
+          r.att[(b * T + t) * C + head * HS + i] = o / sum;
+        }
+        float delta = 0;
+        const double *d = d0 + t * C, *o = &att0[(b * T + t) * C + head * HS];
+        for (size_t i = 0; i < HS; i++) delta += float(d[i]) * float(o[i]);
+        for (size_t u = 0; u <= t; u++) {
+          const float weight = std::exp(scale * dot(q + t * 3 * C, k + u * 3 * C) - float(lse0[at]));
+          const float w = float(round_bf16(weight)),
+                      ds = float(round_bf16(weight * (dot(d, v + u * 3 * C) - delta)));
+          for (size_t i = 0; i < HS; i++) {
+            dv[u * 3 * C + i] += w * float(d[i]);
+            dq[t * 3 * C + i] += scale * ds * float(k[u * 3 * C + i]);
+            dk[u * 3 * C + i] += scale * ds * float(q[t * 3 * C + i]);
+          }
+        }
+      }
+    }
+  return r;
+}
+template <class X> void test_attention(size_t B, size_t T, size_t HS, size_t NH) {
+  TEST(format("attention %s, B %zu, T %zu, HS %zu, NH %zu", type_name<X>(), B, T, HS, NH));
+  const size_t C = HS * NH;
+  const Numbers qkv = normals<X>(B * T * 3 * C, 0.1, 1.3), datt = normals<X>(B * T * C);
+  Array<X> in(qkv), att(B * T * C), d(datt), dqkv(B * T * 3 * C);
+  Array<float> lse(B * NH * T), delta(B * NH * T);
+  gpu::attention_forward<X>(att, lse, in, B, T, C, NH);
+  const Numbers att0 = att.numbers(),
+                lse0 = lse.numbers();  // the backward is judged on what the forward handed it
+  gpu::attention_backward<X>(dqkv, delta, d, in, att, lse, B, T, C, NH);
+  const AttentionResult want = attention_on_cpu<double>(qkv, datt, att0, lse0, B, T, C, NH);
+  const bool rounds = std::is_same<X, bf16>::value && HS % 16 == 0;
+  const AttentionResult plain = rounds ? attention_rounding(qkv, datt, att0, lse0, B, T, C, NH)
+                                       : attention_on_cpu<float>(qkv, datt, att0, lse0, B, T, C, NH);
+  compare<X>("att", att0, plain.att, want.att);
+  compare<float>("lse", lse0, plain.lse, want.lse);
+  const char* names[] = {"dq", "dk", "dv"};
+  const Numbers got = dqkv.numbers();
+  for (size_t part = 0; part < 3; part++) {
+    auto pick = [&](const Numbers& v) {
+      Numbers out;
+      for (size_t bt = 0; bt < B * T; bt++)
+        for (size_t c = 0; c < C; c++) out.push_back(v[bt * 3 * C + part * C + c]);
+      return out;
+    };
+    // dq and dk come from differences of sums of HS products, which may cancel: for one token they are zero.
+    const double unit = root_mean_square(want.dqkv) * (part < 2 ? std::sqrt(double(HS)) : 1);
+    compare<X>(names[part], pick(got), pick(plain.dqkv), pick(want.dqkv), unit);
+  }
+}
+
+template <class X> void test_swiglu(size_t n) {
+  TEST(format("swiglu %s, n %zu", type_name<X>(), n));
+  const Numbers gate = normals<X>(n, 0, 3), up = normals<X>(n), dact = normals<X>(n);
+  Array<X> g(gate), u(up), act(n), d(dact);
+  gpu::swiglu_forward<X>(act, g, u, n);
+  gpu::swiglu_backward<X>(g, u, d, d, g, u, n);  // in place, as the model does it
+  auto on_cpu = [&](auto zero) {
+    using real = decltype(zero);
+    std::vector<real> a(n), dg(n), du(n);
+    Cpu<real>::swiglu_forward(a.data(), as<real>(gate).data(), as<real>(up).data(), n);
+    Cpu<real>::swiglu_backward(dg.data(), du.data(), as<real>(dact).data(), as<real>(gate).data(),
+                               as<real>(up).data(), n);
+    return std::vector<Numbers>{from(a), from(dg), from(du)};
+  };
+  const std::vector<Numbers> want = on_cpu(double(0)), plain = on_cpu(float(0));
+  compare<X>("act", act.numbers(), plain[0], want[0]);
+  compare<X>("act again", d.numbers(), plain[0], want[0]);
+  compare<X>("dgate", g.numbers(), plain[1], want[1]);
+  compare<X>("dup", u.numbers(), plain[2], want[2]);
+}
+
+// Where logits are bf16, `plain` is the CPU code on logits and dlogits rounded at the same two points.
+template <class X> void test_classifier(size_t BT, size_t C, size_t V, size_t chunk) {
+  TEST(format("classifier %s, BT %zu, C %zu, V %zu, %zu rows at a time", type_name<X>(), BT, C, V, chunk));
+  const size_t Vp = (V + 127) / 128 * 128;
+  const Numbers x = normals<X>(BT * C), start = normals<float>(Vp * C);
+  Numbers wte = normals<X>(Vp * C, 0, 2 / std::sqrt(double(C)));
+  std::fill(wte.begin() + long(V * C), wte.end(), 0);
+  std::vector<int> targets = random_tokens(BT, V);
+  const float dloss = 1 / float(BT);
+  Array<X> in(x), w(wte), dx(BT * C), logits(chunk * Vp);
+  Array<float> losses(BT), dwte(start), losses_only(BT);
+  Ints t(numbers_of(targets)), guesses(BT);
+  gpu::classifier<X>(losses, guesses, dx, dwte, in, w, t, dloss, logits, chunk, BT, C, V, Vp);
+  gpu::classifier<X>(losses_only, nullptr, nullptr, nullptr, in, w, t, 0, logits, chunk, BT, C, V, Vp);
+  CHECK(losses.numbers() == losses_only.numbers());
+
+  std::vector<double> loss2(BT), dx2(BT * C), dw2 = as<double>(start), z2(cpu_double::CLASSIFIER_ROWS * Vp);
+  std::vector<int> guess2(BT);
+  cpu_double::classifier(loss2.data(), guess2.data(), dx2.data(), dw2.data(), x.data(), wte.data(),
+                         targets.data(), dloss, z2.data(), BT, C, V, Vp);
+  std::vector<float> loss1(BT), dx1(BT * C), dw1 = as<float>(start), cx = as<float>(x), cw = as<float>(wte);
+  Numbers guess1(BT);
+  for (size_t bt = 0; bt < BT; bt++) {
+    std::vector<float> z(V);
+    cpu_float::matmul(z.data(), V, &cx[bt * C], C, false, cw.data(), C, true, 1, V, C, false);
+    for (float& v : z) v = float(round_to<X>(v));
+    const size_t best = size_t(std::max_element(z.begin(), z.end()) - z.begin());
+    const float top = z[best], target = z[size_t(targets[bt])];
+    float sum = 0;
+    for (float& v : z) sum += v = std::exp(v - top);
+    guess1[bt] = double(best), loss1[bt] = std::log(sum) - (target - top);
+    for (size_t v = 0; v < V; v++)
+      z[v] = float(round_to<X>(z[v] / sum * dloss - (int(v) == targets[bt] ? dloss : 0)));
+    cpu_float::matmul(&dx1[bt * C], C, z.data(), V, false, cw.data(), C, false, 1, C, V, false);
+    cpu_float::matmul(dw1.data(), C, z.data(), 1, false, &cx[bt * C], C, false, V, C, 1, true);
+  }
+  compare<float>("losses", losses.numbers(), from(loss1), from(loss2));
+  compare<X>("dx", dx.numbers(), from(dx1), from(dx2));
+  compare<float>("dwte", dwte.numbers(), from(dw1), from(dw2));
+  size_t same = 0;
+  const Numbers got = guesses.numbers();
+  for (size_t bt = 0; bt < BT; bt++) same += got[bt] == guess1[bt];
+  CHECK(same + BT / 16 >= BT);  // near-ties may fall the other way
+  const Numbers all = dwte.numbers();
+  CHECK(Numbers(all.begin() + long(V * C), all.end()) == Numbers(start.begin() + long(V * C), start.end()));
+}
+
+void test_optimiser(size_t n) {
+  TEST(format("global norm and AdamW, n %zu", n));
+  const Numbers p0 = normals<float>(n), m0 = normals<float>(n, 0, 0.1), g0 = normals<float>(n, 0, 1e-2);
+  Numbers v0 = normals<float>(n, 0, 0.1);
+  for (double& v : v0) v = double(float(v * v));
+  double squares = 0;
+  for (double g : g0) squares += g * g;
+  Array<float> p(p0), m(m0), v(v0), g(g0);
+  Array<bf16> working(n);
+  double* sums = nullptr;
+  CUDA_CHECK(cudaMalloc(&sums, gpu::NORM_BLOCKS * sizeof(double)));
+  CHECK_CLOSE(gpu::global_norm(g, sums, n) / std::sqrt(squares), 1, 1e-14 * std::sqrt(double(n)));
+  CUDA_CHECK(cudaFree(sums));
+  gpu::adamw<bf16>(p, working, m, v, g, n, 0.37, 1e-2, 0.1, 3);
+  auto on_cpu = [&](auto zero) {
+    using real = decltype(zero);
+    std::vector<real> cp = as<real>(p0), cm = as<real>(m0), cv = as<real>(v0);
+    Cpu<real>::adamw(cp.data(), cm.data(), cv.data(), as<real>(g0).data(), n, 0.37, 1e-2, 0.1, 3);
+    return std::vector<Numbers>{from(cp), from(cm), from(cv)};
+  };
+  const std::vector<Numbers> want = on_cpu(double(0)), plain = on_cpu(float(0));
+  compare<float>("p", p.numbers(), plain[0], want[0]);
+  compare<float>("m", m.numbers(), plain[1], want[1]);
+  compare<float>("v", v.numbers(), plain[2], want[2]);
+  CHECK(working.numbers() == rounded_to<bf16>(p.numbers()));
+}
+
+template <class X> void test_all() {
+  test_embedding<X>(75, 48, 131), test_embedding<X>(64, 576, 17);
+  for (size_t K = 1; K <= 9;
+       K++)  // S = 1: every slot is finished; the only site is the one that reads K of them
+    if (K > 1) test_route<X>({48, 1, K - 1, 1, false, 1, false}, 37);
+  test_route<X>({48, 2, 4, 2, false, 1, false}, 37), test_route<X>({48, 2, 4, 2, true, 0, false}, 37);
+  test_route<X>({48, 4, 8, 4, true, 1, true}, 37), test_route<X>({48, 4, 0, 3, true, 1, false}, 3);
+  test_route<X>({48, 8, 8, 8, true, 1, false}, 19);    // 13 routes: two groups
+  test_route<X>({576, 4, 24, 4, false, 1, false}, 7);  // as in presets s and m
+  test_route<X>({832, 6, 42, 6, true, 1, false}, 5);
+  test_route<X>({264, 4, 4, 4, false, 1, true}, 6), test_route<X>({1032, 2, 2, 2, true, 1, false}, 5);
+  test_rmsnorm<X>(37, 48), test_rmsnorm<X>(5, 832);
+  test_matmul<X>(37, 48, 96), test_matmul<X>(20, 576, 64);
+  test_rope<X>(2, 37, 48, 3), test_rope<X>(1, 19, 48, 4), test_rope<X>(1, 9, 576, 9);
+  for (size_t HS : {16, 32, 48, 64, 80, 96, 112, 128})
+    test_attention<X>(HS == 16 ? 2 : 1, HS == 64 ? 150 : 70, HS, HS == 16 ? 3 : 1);
+  test_attention<X>(1, 37, 12, 4), test_attention<X>(1, 1, 64, 1), test_attention<X>(1, 64, 64, 1),
+      test_attention<X>(2, 65, 16, 1);
+  test_swiglu<X>(37 * 104);
+  test_classifier<X>(37, 48, 131, 16), test_classifier<X>(9, 64, 5003, 9);
+}
+
+int main() {
+  gpu::device_open();
+  test_all<float>();
+  test_all<bf16>();
+  test_optimiser(1000), test_optimiser(300001);
+  gpu::device_close();
+  return finish();
+}

@@ -1,0 +1,2773 @@
+// train_rdattnres.cu - Role-Decoupled Attention Residuals (arXiv 2608.01075), trained on a GPU.
+//
+// What it is: train_rdattnres_cpu.cpp once more, in the same order with the same names, as CUDA kernels. A
+// kernel stands beside the function that launches it. Read the CPU file for what a layer computes; read this
+// one for how a GPU computes it. Matrix products go through cuBLASLt; every other kernel is here.
+//
+// What it refuses to be: a library, a framework, a home for many precisions. One process, one GPU.
+//
+// Conventions, beyond those of the CPU file:
+//   floatX is the storage type: bf16 (the default) or float (--dtype fp32, for checking). Activations, their
+//   gradients and the matrices that products read are floatX. Master weights, moments, gradients of parameters,
+//   norms, gains, queries, softmax statistics and every sum are float32.
+//   What rounds to floatX, and nothing else: the embedding row, x (normalised mix), qkv before and after rope,
+//   the
+//   attention weights inside its products, att, gate, up, act, a slot of the stream (o + partial, rounded
+//   once),
+//   logits, and the gradient of each of these. A mix h never rounds: it lives in registers only.
+//   No floating-point atomics: a sum over tokens is made by a fixed number of blocks, each a fixed share, and a
+//   second kernel adds the blocks in order. Same binary, same card, same bits.
+//   C and F are multiples of 8, so that 16-byte loads never straddle a row.
+#include <cublasLt.h>
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+#include <nvtx3/nvToolsExt.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "dev/common/check.h"       // fatal, checked_mul, human_bytes
+#include "dev/common/checkpoint.h"  // checkpoint_write, Checkpoint: safetensors files
+#include "dev/common/config.h"      // Config, TENSOR_TABLE, Tensors, num_routes, bank_index
+#include "data/stories.h"           // tell_story, StoryMarks: the built-in corpus and its questions
+#include "dev/common/data.h"        // Data, open_data: the splits of a run
+#include "dev/common/flags.h"       // Options, parse_flags, config_from: the command line
+#include "dev/common/flops.h"       // training_flops, peak_bf16_flops
+#include "dev/common/log.h"         // Log, Event: log.jsonl
+#include "dev/common/random.h"      // normal, uniform: counter-based random numbers
+#include "dev/common/report.h"      // RouteStats and what people see on the screen
+#include "dev/common/run.h"         // the run's folder, its checkpoints, Ctrl-C
+#include "dev/common/sampler.h"     // sample_token: temperature, top-k, top-p
+#include "dev/common/schedule.h"    // learning_rate
+#include "dev/common/shards.h"      // TokenData, training_example: which tokens come when
+#include "dev/common/tokenizer.h"   // Tokenizer: bytes, or a GPT-2 vocabulary file
+
+// ---- the thinnest wrappers: checked calls, launches, single instructions --------------------------------
+// Compiled as plain C++ for the CPU emulator, emulated_device.h supplies the functions of this section instead.
+
+#define CUDA_CHECK(call) cuda_check((call), #call, __FILE__, __LINE__)
+inline void cuda_check(cudaError_t error, const char* call, const char* file, int line) {
+  if (error != cudaSuccess) fatal(EXIT_ERROR, "%s:%d: %s: %s", file, line, call, cudaGetErrorString(error));
+}
+#define CUBLAS_CHECK(call) cublas_check((call), #call, __FILE__, __LINE__)
+inline void cublas_check(cublasStatus_t status, const char* call, const char* file, int line) {
+  if (status != CUBLAS_STATUS_SUCCESS)
+    fatal(EXIT_ERROR, "%s:%d: %s: cuBLAS status %d", file, line, call, int(status));
+}
+
+#ifdef __CUDACC__
+// launch(kernel, grid, block, shared_bytes, stream, arguments...): <<<>>> with the error checked.
+template <class... P, class... A>
+void launch_at(const char* file, int line, const char* text, void (*kernel)(P...), dim3 grid, dim3 block,
+               size_t smem, cudaStream_t stream, A... args) {
+  if (smem > 48 * 1024) {
+    const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(smem));
+    if (e != cudaSuccess)
+      fatal(EXIT_ERROR, "%s:%d: launch(%s): this GPU has no %zu bytes of shared memory for a block", file, line,
+            text, smem);
+  }
+  kernel<<<grid, block, smem, stream>>>(args...);
+  const cudaError_t e = cudaGetLastError();
+  if (e != cudaSuccess)
+    fatal(EXIT_ERROR, "%s:%d: launch(%s) with grid (%u,%u,%u) block %u: %s", file, line, text, grid.x, grid.y,
+          grid.z, block.x * block.y * block.z, cudaGetErrorString(e));
+}
+#define launch(...) launch_at(__FILE__, __LINE__, #__VA_ARGS__, __VA_ARGS__)
+template <class T> __device__ T* dynamic_shared() {
+  extern __shared__ __align__(1024) unsigned char dynamic_shared_bytes[];
+  return reinterpret_cast<T*>(dynamic_shared_bytes);
+}
+__device__ inline unsigned shared_address(const void* p) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(p));
+}
+// Four 8x8 matrices of bf16: lane l names row l % 8 of matrix l / 8; register i of lane l gets row l / 4,
+// columns 2 (l % 4) and + 1 of matrix i (of its transpose: _trans).
+__device__ inline void ldmatrix_x4(unsigned (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
+}
+__device__ inline void ldmatrix_x4_trans(unsigned (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
+}
+// d[16][8] += a[16][16] b[16][8] on the tensor cores, bf16 in, float32 out
+__device__ inline void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// 16 bytes from global to shared memory, in the background; a wait<N> leaves at most N committed groups in
+// flight
+__device__ inline void cp_async_16(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+__device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N>
+__device__ inline void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+#else
+#include <emulated_device.h>
+#endif
+
+namespace gpu {
+
+using bf16 = __nv_bfloat16;
+constexpr float EPS = 1e-6f;  // inside every rmsnorm, routes included
+
+// ---- utilities -----------------------------------------------------------------------------------------
+
+struct NvtxRange {  // names a stretch of the time line for Nsight Systems
+  explicit NvtxRange(const char* name) { nvtxRangePushA(name); }
+  ~NvtxRange() { nvtxRangePop(); }
+};
+#define NVTX_RANGE() NvtxRange nvtx_range(__func__)
+
+inline unsigned ceil_div(size_t a, size_t b) { return unsigned((a + b - 1) / b); }
+
+// A matrix product that cuBLASLt has been asked about: see matmul.
+struct Product {
+  cublasLtMatmulDesc_t description;
+  cublasLtMatrixLayout_t a, b, out;
+  cublasLtMatmulAlgo_t algorithm;
+};
+// M, N, K, ldo, lda, ldb; transposes and types; alignment of the pointers
+using ProductKey = std::tuple<size_t, size_t, size_t, size_t, size_t, size_t, int, unsigned>;
+
+// Everything runs in order on one stream.
+struct Gpu {
+  cudaStream_t stream = nullptr;
+  cublasLtHandle_t cublas = nullptr;
+  void* workspace = nullptr;  // of cuBLASLt: fixed, so that the choice of algorithms repeats
+  std::map<ProductKey, Product> products;
+  cudaDeviceProp properties = {};
+};
+inline Gpu device;
+constexpr size_t CUBLAS_WORKSPACE = size_t(32) << 20;
+
+// Device memory. `hint` says what to lower when there is not enough.
+inline void* device_alloc(size_t bytes, const char* what, const char* hint) {
+  void* memory = nullptr;
+  const cudaError_t error = cudaMalloc(&memory, bytes);
+  if (error != cudaSuccess) {
+    cudaGetLastError();
+    size_t free = 0, total = 0;
+    CUDA_CHECK(cudaMemGetInfo(&free, &total));
+    fatal(EXIT_ERROR, "out of GPU memory: %s needs %s, %s of %s are free; %s", what, human_bytes(bytes).c_str(),
+          human_bytes(free).c_str(), human_bytes(total).c_str(), hint);
+  }
+#ifdef FILL_NAN
+  if (bytes) CUDA_CHECK(cudaMemset(memory, 0xFF, bytes));  // a value used before it is written shows itself
+#endif
+  return memory;
+}
+template <class T>
+T* device_array(size_t n, const char* what, const char* hint = "lower the sizes of the model") {
+  return static_cast<T*>(device_alloc(checked_mul(n, sizeof(T), what), what, hint));
+}
+// Returns when the host memory may be used again.
+template <class T> void upload(T* to, const T* from, size_t n) {
+  CUDA_CHECK(cudaMemcpyAsync(to, from, n * sizeof(T), cudaMemcpyHostToDevice, device.stream));
+  CUDA_CHECK(cudaStreamSynchronize(device.stream));
+}
+template <class T> void download(T* to, const T* from, size_t n) {
+  CUDA_CHECK(cudaMemcpyAsync(to, from, n * sizeof(T), cudaMemcpyDeviceToHost, device.stream));
+  CUDA_CHECK(cudaStreamSynchronize(device.stream));
+}
+template <class T>
+void zero(T* p, size_t n) {
+  CUDA_CHECK(cudaMemsetAsync(p, 0, n * sizeof(T), device.stream));
+}
+
+inline void device_open() {
+  if (device.stream) return;
+  CUDA_CHECK(cudaSetDevice(0));
+  CUDA_CHECK(cudaGetDeviceProperties(&device.properties, 0));
+  if (device.properties.major < 8)
+    fatal(EXIT_ERROR, "GPU %s has compute capability %d.%d, needed is 8.0 or later", device.properties.name,
+          device.properties.major, device.properties.minor);
+  CUDA_CHECK(cudaStreamCreate(&device.stream));
+  CUBLAS_CHECK(cublasLtCreate(&device.cublas));
+  device.workspace =
+      device_alloc(CUBLAS_WORKSPACE, "cuBLASLt workspace", "another program may hold this GPU's memory");
+}
+inline void device_close() {
+  for (auto& [key, product] : device.products) {
+    CUBLAS_CHECK(cublasLtMatmulDescDestroy(product.description));
+    for (cublasLtMatrixLayout_t layout : {product.a, product.b, product.out})
+      CUBLAS_CHECK(cublasLtMatrixLayoutDestroy(layout));
+  }
+  CUDA_CHECK(cudaFree(device.workspace));
+  CUBLAS_CHECK(cublasLtDestroy(device.cublas));
+  CUDA_CHECK(cudaStreamDestroy(device.stream));
+  device = Gpu();
+}
+
+__device__ inline float to_float(float v) { return v; }
+__device__ inline float to_float(bf16 v) { return __bfloat162float(v); }
+template <class floatX> __device__ inline floatX from_float(float v);
+template <> __device__ inline float from_float<float>(float v) { return v; }
+template <> __device__ inline bf16 from_float<bf16>(float v) { return __float2bfloat16(v); }
+// What is left of v once it has been stored
+template <class floatX> __device__ inline float rounded(float v) { return to_float(from_float<floatX>(v)); }
+__device__ inline unsigned pack_bf16(float lo, float hi) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(lo, hi);
+  return *reinterpret_cast<const unsigned*>(&pair);
+}
+
+// Eight neighbouring numbers as they lie in memory, moved 16 bytes at a time. Addresses are multiples of 16
+// bytes.
+template <class floatX> struct Raw8;
+template <> struct Raw8<bf16> { uint4 bits; };
+template <> struct Raw8<float> { float4 lo, hi; };
+__device__ inline Raw8<bf16> fetch8(const bf16* p) { return {*reinterpret_cast<const uint4*>(p)}; }
+__device__ inline Raw8<float> fetch8(const float* p) {
+  return {*reinterpret_cast<const float4*>(p), *reinterpret_cast<const float4*>(p + 4)};
+}
+__device__ inline void unpack8(float (&v)[8], const Raw8<bf16>& raw) {
+  const unsigned bits[4] = {raw.bits.x, raw.bits.y, raw.bits.z, raw.bits.w};
+#pragma unroll
+  for (int k = 0; k < 4; k++) {  // a bf16 is the upper half of a float
+    v[2 * k] = __uint_as_float(bits[k] << 16);
+    v[2 * k + 1] = __uint_as_float(bits[k] & 0xFFFF0000u);
+  }
+}
+__device__ inline void unpack8(float (&v)[8], const Raw8<float>& raw) {
+  v[0] = raw.lo.x, v[1] = raw.lo.y, v[2] = raw.lo.z, v[3] = raw.lo.w;
+  v[4] = raw.hi.x, v[5] = raw.hi.y, v[6] = raw.hi.z, v[7] = raw.hi.w;
+}
+template <class floatX> __device__ inline void load8(float (&v)[8], const floatX* p) { unpack8(v, fetch8(p)); }
+__device__ inline void store8(bf16* p, const float (&v)[8]) {
+  *reinterpret_cast<uint4*>(p) =
+      uint4{pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7])};
+}
+__device__ inline void store8(float* p, const float (&v)[8]) {
+  reinterpret_cast<float4*>(p)[0] = float4{v[0], v[1], v[2], v[3]};
+  reinterpret_cast<float4*>(p)[1] = float4{v[4], v[5], v[6], v[7]};
+}
+__device__ inline void load4(float (&v)[4], const bf16* p) {
+  const uint2 bits = *reinterpret_cast<const uint2*>(p);
+  v[0] = __uint_as_float(bits.x << 16), v[1] = __uint_as_float(bits.x & 0xFFFF0000u);
+  v[2] = __uint_as_float(bits.y << 16), v[3] = __uint_as_float(bits.y & 0xFFFF0000u);
+}
+__device__ inline void load4(float (&v)[4], const float* p) {
+  const float4 raw = *reinterpret_cast<const float4*>(p);
+  v[0] = raw.x, v[1] = raw.y, v[2] = raw.z, v[3] = raw.w;
+}
+__device__ inline void store4(bf16* p, const float (&v)[4]) {
+  *reinterpret_cast<uint2*>(p) = uint2{pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3])};
+}
+__device__ inline void store4(float* p, const float (&v)[4]) {
+  *reinterpret_cast<float4*>(p) = float4{v[0], v[1], v[2], v[3]};
+}
+
+constexpr unsigned ALL_LANES = 0xffffffffu;
+__device__ inline float warp_sum(float v) {  // every lane gets the total
+#pragma unroll
+  for (int o = 16; o > 0; o /= 2) v += __shfl_xor_sync(ALL_LANES, v, o);
+  return v;
+}
+__device__ inline float warp_max(float v) {
+#pragma unroll
+  for (int o = 16; o > 0; o /= 2) v = fmaxf(v, __shfl_xor_sync(ALL_LANES, v, o));
+  return v;
+}
+// Sums N values (a power of two, up to 32) over the warp together: lane l gets the total of value l % N. Each
+// round halves the values that a lane still carries, so it takes N - 1 + log2(32 / N) shuffles instead of 5 N.
+template <int N, int ALL = N>
+__device__ inline float warp_sum_each(const float (&v)[N], unsigned lane) {
+  if constexpr (N > 1) {
+    float half[N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) {
+      const float keep = lane & (N / 2) ? v[i + N / 2] : v[i], give = lane & (N / 2) ? v[i] : v[i + N / 2];
+      half[i] = keep + __shfl_xor_sync(ALL_LANES, give, N / 2);
+    }
+    return warp_sum_each<N / 2, ALL>(half, lane);
+  } else {
+    float sum = v[0];
+#pragma unroll
+    for (int o = ALL; o < 32; o *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, o);
+    return sum;
+  }
+}
+
+// ---- sums over tokens ----------------------------------------------------------------------------------
+
+// Gradients of norms and queries are sums over all tokens. Stage one: TOKEN_BLOCKS blocks (two for each of an
+// H100's multiprocessors), each with a fixed share of the tokens, write one row of sums each. Stage two, here,
+// adds the rows in order. Neither depends on when a block runs.
+constexpr size_t TOKEN_BLOCKS = 264;
+constexpr unsigned NORM_BLOCKS = 528;  // likewise, for the sum of all squared gradients
+constexpr int MAX_ROUTE_LIST = 12;
+struct RouteList {  // the routes that a kernel works on: numbers into p, w and dw
+  int count = 0;
+  int number[MAX_ROUTE_LIST] = {};
+};
+
+// out[number[v]] (C) += sum over rows of rows (num_rows, vectors, C)[row][first + v]. A block owns 32 channels
+// of one vector; its 8 warps take every eighth row. Launch: grid (C / 32, list.count), block (32, 8).
+__global__ void add_rows_kernel(float* out, const float* rows, RouteList list, size_t num_rows, size_t vectors,
+                                size_t first, size_t C) {
+  __shared__ float part[8][32];
+  const size_t c = blockIdx.x * size_t(32) + threadIdx.x;
+  float sum = 0;
+  if (c < C)
+    for (size_t row = threadIdx.y; row < num_rows; row += 8)
+      sum += rows[(row * vectors + first + blockIdx.y) * C + c];
+  part[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y != 0 || c >= C) return;
+  for (int i = 1; i < 8; i++) sum += part[i][threadIdx.x];
+  out[size_t(list.number[blockIdx.y]) * C + c] += sum;
+}
+inline void add_rows(float* out, const float* rows, const RouteList& list, size_t num_rows, size_t vectors,
+                     size_t first, size_t C) {
+  launch(add_rows_kernel, dim3(ceil_div(C, 32), unsigned(list.count)), dim3(32, 8), 0, device.stream, out, rows,
+         list, num_rows, vectors, first, C);
+}
+
+// ---- token embedding -----------------------------------------------------------------------------------
+
+// One thread per eight channels.
+template <class floatX>
+__global__ void embedding_forward_kernel(floatX* out, const int* tokens, const floatX* wte, size_t BT,
+                                         size_t C) {
+  const size_t i = (blockIdx.x * size_t(blockDim.x) + threadIdx.x) * 8;
+  if (i >= BT * C) return;
+  float v[8];
+  load8(v, wte + size_t(tokens[i / C]) * C + i % C);
+  store8(out + i, v);
+}
+template <class floatX>
+void embedding_forward(floatX* out,         // (BT,C)
+                       const int* tokens,   // (BT)
+                       const floatX* wte,   // (Vp,C)
+                       size_t BT, size_t C) {
+  NVTX_RANGE();
+  launch(embedding_forward_kernel<floatX>, ceil_div(BT * C / 8, 256), 256, 0, device.stream, out, tokens, wte,
+         BT, C);
+}
+
+// A token may occur many times. The host sorts the positions by token (a counting sort: BT small steps), so
+// that one block owns one row of dwte and adds its gradients in a fixed order.
+struct TokenBuckets {       // each an array of ints, on the host or on the device
+  const int* positions;     // (BT) sorted by token, then by position
+  const int* starts;        // (count + 1) where each distinct token's positions begin
+  const int* ids;           // (count) the distinct tokens
+  size_t count;
+};
+// Fills `sorted` with positions, starts and ids, one after the other; returns how many distinct tokens there
+// are.
+inline size_t sort_tokens(std::vector<int>& sorted, const int* tokens, size_t BT, size_t V) {
+  std::vector<int> next(V + 1, 0);
+  for (size_t bt = 0; bt < BT; bt++) next[size_t(tokens[bt]) + 1]++;
+  std::vector<int> starts(1, 0), ids;
+  for (size_t v = 0; v < V; v++) {
+    if (next[v + 1]) ids.push_back(int(v)), starts.push_back(starts.back() + next[v + 1]);
+    next[v + 1] += next[v];
+  }
+  sorted.resize(BT);
+  for (size_t bt = 0; bt < BT; bt++) sorted[size_t(next[size_t(tokens[bt])]++)] = int(bt);
+  sorted.insert(sorted.end(), starts.begin(), starts.end());
+  sorted.insert(sorted.end(), ids.begin(), ids.end());
+  return ids.size();
+}
+
+// Launch: grid (distinct tokens, C / 256), block (32, 8). A lane owns eight channels; the 8 warps take every
+// eighth occurrence, and their sums are added in order.
+template <class floatX>
+__global__ void embedding_backward_kernel(float* dwte, const floatX* dout, TokenBuckets buckets, size_t C) {
+  __shared__ float part[8][32][8];
+  const int lane = threadIdx.x, warp = threadIdx.y;
+  const size_t c = blockIdx.y * size_t(256) + size_t(lane) * 8;
+  float sum[8] = {}, v[8];
+  if (c < C)
+    for (int i = buckets.starts[blockIdx.x] + warp; i < buckets.starts[blockIdx.x + 1]; i += 8) {
+      load8(v, dout + size_t(buckets.positions[i]) * C + c);
+      for (int k = 0; k < 8; k++) sum[k] += v[k];
+    }
+  for (int k = 0; k < 8; k++) part[warp][lane][k] = sum[k];
+  __syncthreads();
+  if (warp != 0 || c >= C) return;
+  float* row = dwte + size_t(buckets.ids[blockIdx.x]) * C + c;
+  for (int k = 0; k < 8; k++) {
+    for (int w = 1; w < 8; w++) sum[k] += part[w][lane][k];
+    row[k] += sum[k];
+  }
+}
+template <class floatX>
+void embedding_backward(float* dwte,         // (Vp,C)
+                        const floatX* dout,  // (BT,C)
+                        const TokenBuckets& buckets, size_t C) {
+  NVTX_RANGE();
+  launch(embedding_backward_kernel<floatX>, dim3(unsigned(buckets.count), ceil_div(C, 256)), dim3(32, 8), 0,
+         device.stream, dwte, dout, buckets, C);
+}
+
+// ---- depth route: a softmax read over the sources, per token -------------------------------------------
+//
+// The layer moves much and computes little, so all that counts is how often a source is read. One warp reads
+// one token: a lane holds eight channels of every 256, NV times, and the mixes of both routes stay in
+// registers.
+
+// The sources of site i: slots 0, S, 2S, ... of the stream, and slot i itself, which comes last.
+template <class floatX>
+struct Sources {
+  const floatX* stream;  // (2L+1, BT,C)
+  float* rstd;  // (2L+1, BT): 1 / rms of each slot, written by the first site that reads it: site i for slot i
+  size_t S, i;
+  __host__ __device__ size_t K() const { return 1 + (i + S - 1) / S; }
+  __host__ __device__ size_t slot(size_t j) const { return j * S < i ? j * S : i; }
+};
+
+// Calls f with the number of 256-channel vectors that hold C, as a compile-time constant.
+constexpr size_t MAX_ROUTE_WIDTH = 2048;
+template <class F>
+void with_vectors(size_t C, F f) {
+  if (C % 8 != 0 || C == 0 || C > MAX_ROUTE_WIDTH)
+    fatal(EXIT_ERROR, "width %zu: the GPU's depth routes need a multiple of 8, at most %zu", C,
+          MAX_ROUTE_WIDTH);
+  if (C <= 256) f(std::integral_constant<int, 1>());
+  else if (C <= 512) f(std::integral_constant<int, 2>());
+  else if (C <= 768) f(std::integral_constant<int, 3>());
+  else if (C <= 1024) f(std::integral_constant<int, 4>());
+  else f(std::integral_constant<int, 8>());
+}
+constexpr int ROUTE_WARPS = 4, ROUTE_THREADS = 32 * ROUTE_WARPS;
+
+// w = query * gain, (R,C) float32, once after every update; a null query is one held at zero. Backward, once a
+// micro-batch: dquery += gain * dw, dgain += query * dw. One thread per channel.
+struct Fold { const float *query, *gain; float *dquery, *dgain; };  // (C) each; the gradients may be null
+__global__ void fold_gain_kernel(float* w, const Fold* folds, size_t C) {
+  const size_t c = blockIdx.x * size_t(blockDim.x) + threadIdx.x;
+  const Fold fold = folds[blockIdx.y];
+  if (c < C) w[blockIdx.y * C + c] = fold.query ? fold.query[c] * fold.gain[c] : 0.0f;
+}
+inline void fold_gain(float* w,           // (routes,C)
+                      const Fold* folds,  // (routes), device memory
+                      size_t routes, size_t C) {
+  NVTX_RANGE();
+  launch(fold_gain_kernel, dim3(ceil_div(C, 128), unsigned(routes)), 128, 0, device.stream, w, folds, C);
+}
+// Two routes of one site share a gain, so a thread walks over the routes in order.
+__global__ void fold_gain_backward_kernel(const float* dw, const Fold* folds, size_t routes, size_t C) {
+  const size_t c = blockIdx.x * size_t(blockDim.x) + threadIdx.x;
+  if (c >= C) return;
+  for (size_t r = 0; r < routes; r++) {
+    const Fold fold = folds[r];
+    if (!fold.dquery) continue;
+    fold.dquery[c] += fold.gain[c] * dw[r * C + c];
+    fold.dgain[c] += fold.query[c] * dw[r * C + c];
+  }
+}
+inline void fold_gain_backward(const float* dw,    // (routes,C)
+                               const Fold* folds,  // (routes), device memory; adds to dquery, dgain
+                               size_t routes, size_t C) {
+  NVTX_RANGE();
+  launch(fold_gain_backward_kernel, ceil_div(C, 64), 64, 0, device.stream, dw, folds, routes, C);
+}
+
+// z_j = r_j (w . s_j), p = softmax(z), h = sum_j p_j s_j, x = norm * rmsnorm(h), for R routes in one pass: each
+// source is read once and serves all of them. The softmax is online: top and sum of the logits so far; when top
+// rises, what has been gathered shrinks. The last source's 1 / rms is computed here and kept; the others' are
+// known. With `average` the mean of the two mixes is normalised, and there is one x.
+template <class floatX, int NV, int R>
+__global__ void __launch_bounds__(ROUTE_THREADS)
+    route_forward_kernel(floatX* x, float* p, Sources<floatX> sources, const float* w, const float* norm,
+                         bool average, size_t BT, size_t C, size_t ldp) {
+  const unsigned lane = threadIdx.x % 32;
+  const size_t bt = blockIdx.x * size_t(ROUTE_WARPS) + threadIdx.x / 32, K = sources.K();
+  if (bt >= BT) return;  // a whole warp leaves; there are no block barriers
+  float h[R][NV][8] = {}, top[R], sum[R] = {};
+  for (int r = 0; r < R; r++) top[r] = -INFINITY;
+  Raw8<floatX> next[NV];  // the next source is on its way while this one is worked on
+  auto fetch = [&](size_t j) {
+    const floatX* s = sources.stream + (sources.slot(j) * BT + bt) * C;
+#pragma unroll
+    for (int v = 0; v < NV; v++)
+      if (v * 256 + lane * 8 < C) next[v] = fetch8(s + v * 256 + lane * 8);
+  };
+  fetch(0);
+  for (size_t j = 0; j < K; j++) {
+    float s[NV][8] = {}, z[R] = {}, squares = 0;
+#pragma unroll
+    for (int v = 0; v < NV; v++)
+      if (v * 256 + lane * 8 < C) unpack8(s[v], next[v]);
+    if (j + 1 < K) fetch(j + 1);
+#pragma unroll
+    for (int v = 0; v < NV; v++) {
+      const size_t c = v * 256 + lane * 8;
+      if (c >= C) continue;
+#pragma unroll
+      for (int r = 0; r < R; r++) {
+        float wr[8];
+        load8(wr, w + r * C + c);
+#pragma unroll
+        for (int k = 0; k < 8; k++) z[r] = fmaf(wr[k], s[v][k], z[r]);
+      }
+#pragma unroll
+      for (int k = 0; k < 8; k++) squares = fmaf(s[v][k], s[v][k], squares);
+    }
+    float* rstd = sources.rstd + sources.slot(j) * BT + bt;
+    float rj;
+    if (j + 1 < K) rj = *rstd;
+    else {
+      rj = rsqrtf(warp_sum(squares) / float(C) + EPS);
+      if (lane == 0) *rstd = rj;
+    }
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+      const float zj = rj * warp_sum(z[r]), new_top = fmaxf(top[r], zj);
+      const float shrink = expf(top[r] - new_top), e = expf(zj - new_top);
+      top[r] = new_top, sum[r] = fmaf(sum[r], shrink, e);
+#pragma unroll
+      for (int v = 0; v < NV; v++)
+#pragma unroll
+        for (int k = 0; k < 8; k++) h[r][v][k] = fmaf(e, s[v][k], shrink * h[r][v][k]);
+      // Lane j keeps logit j in the place of p_j, until top and sum are final.
+      if (lane == j % 32) p[(r * BT + bt) * ldp + j] = zj;
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < R; r++) {
+    const float scale = 1 / sum[r];
+#pragma unroll
+    for (int v = 0; v < NV; v++)
+#pragma unroll
+      for (int k = 0; k < 8; k++) h[r][v][k] *= scale;
+    float* weights = p + (r * BT + bt) * ldp;
+    for (size_t j = lane; j < K; j += 32) weights[j] = expf(weights[j] - top[r]) * scale;
+  }
+#pragma unroll
+  for (int r = 0; r < R; r++) {
+    if (average && r > 0) break;
+    float squares = 0;
+#pragma unroll
+    for (int v = 0; v < NV; v++)
+#pragma unroll
+      for (int k = 0; k < 8; k++) {
+        if (average) h[r][v][k] = (h[0][v][k] + h[R - 1][v][k]) / 2;
+        squares = fmaf(h[r][v][k], h[r][v][k], squares);
+      }
+    const float rstd = rsqrtf(warp_sum(squares) / float(C) + EPS);
+#pragma unroll
+    for (int v = 0; v < NV; v++) {
+      const size_t c = v * 256 + lane * 8;
+      if (c >= C) continue;
+      float g[8], out[8];
+      load8(g, norm + c);
+#pragma unroll
+      for (int k = 0; k < 8; k++) out[k] = g[k] * (rstd * h[r][v][k]);
+      store8(x + (r * BT + bt) * C + c, out);
+    }
+  }
+}
+template <class floatX>
+void route_forward(floatX* x,                        // (R,BT,C), one if average: the normalised mixes
+                   float* p,                         // (R,BT, ldp >= K)
+                   const Sources<floatX>& sources,   // K times (BT,C); rstd of the last is written
+                   const float* w,                   // (R,C): query * gain
+                   const float* norm,                // (C)
+                   bool average, size_t BT, size_t C, size_t ldp, size_t R) {
+  NVTX_RANGE();
+  with_vectors(C, [&](auto NV) {
+    constexpr int N = decltype(NV)::value;
+    const unsigned grid = ceil_div(BT, ROUTE_WARPS);
+    if (R == 1)
+      launch(route_forward_kernel<floatX, N, 1>, grid, ROUTE_THREADS, 0, device.stream, x, p, sources, w, norm,
+             false, BT, C, ldp);
+    else
+      launch(route_forward_kernel<floatX, N, 2>, grid, ROUTE_THREADS, 0, device.stream, x, p, sources, w, norm,
+             average, BT, C, ldp);
+  });
+}
+
+// Backward, what cannot wait. forward: h = sum_j p_j s_j, hhat = h / rms(h), x = norm * hhat
+//   x, and with it hhat, is computed once more: neither was kept
+//   dhhat = norm * dx      dh = (dhhat - hhat mean(dhhat * hhat)) / rms(h)      dnorm += sum_tokens dx * hhat
+//   delta = dh . h         what every source's softmax gradient needs: dz_j = p_j (dh . s_j - delta)
+// The earlier sublayers of this block need the gradient of the running partial next, so its share is added now:
+//   ds += p dh + dz r (w - s r z / C)      dw += sum_tokens dz r s
+// The finished sources wait: see route_backward_bank. One read of the sources, as in the forward. Each warp
+// gathers its tokens' shares of dnorm and dw in shared memory, (1 + R, C) floats; nobody else touches them
+// before the barrier.
+template <class floatX, int NV, int R>
+__global__ void __launch_bounds__(ROUTE_THREADS)
+    route_backward_kernel(floatX* dh, floatX* x, float* delta, floatX* dpartial, float* rows,
+                          Sources<floatX> sources, const float* p, const float* w, const float* norm,
+                          bool average, bool first, size_t BT, size_t C, size_t ldp) {
+  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const size_t K = sources.K();
+  float* gathered = dynamic_shared<float>() + size_t(warp) * (1 + R) * C;
+  auto gather = [&](int vector, size_t c, const float(&value)[8]) {
+    float old[8];
+    load8(old, gathered + vector * C + c);
+#pragma unroll
+    for (int k = 0; k < 8; k++) old[k] += value[k];
+    store8(gathered + vector * C + c, old);
+  };
+  for (size_t c = lane * 8; c < C; c += 256)
+    for (int vector = 0; vector <= R; vector++) store8(gathered + vector * C + c, {0, 0, 0, 0, 0, 0, 0, 0});
+  for (size_t bt = blockIdx.x * size_t(ROUTE_WARPS) + warp; bt < BT; bt += gridDim.x * size_t(ROUTE_WARPS)) {
+    float h[R][NV][8] = {}, s[NV][8] = {}, pj[R] = {};
+    for (size_t j = 0; j < K; j++) {  // ends with the last source in s and its weights in pj
+      const floatX* source = sources.stream + (sources.slot(j) * BT + bt) * C;
+#pragma unroll
+      for (int r = 0; r < R; r++) pj[r] = p[(r * BT + bt) * ldp + j];
+#pragma unroll
+      for (int v = 0; v < NV; v++) {
+        const size_t c = v * 256 + lane * 8;
+        if (c < C) load8(s[v], source + c);
+#pragma unroll
+        for (int r = 0; r < R; r++)
+#pragma unroll
+          for (int k = 0; k < 8; k++) h[r][v][k] = fmaf(pj[r], s[v][k], h[r][v][k]);
+      }
+    }
+    float deltas[R] = {}, dp[R] = {};  // dh . h and dh . s
+#pragma unroll
+    for (int n = 0; n < R; n++) {  // every input of the sublayer
+      if (average && n > 0) break;
+      Raw8<floatX> dx[NV] = {};
+      float squares = 0, mean = 0;
+#pragma unroll
+      for (int v = 0; v < NV; v++) {
+        const size_t c = v * 256 + lane * 8;
+        if (c >= C) continue;
+        float g[8], d[8];
+        dx[v] = fetch8(dh + (n * BT + bt) * C + c);
+        unpack8(d, dx[v]), load8(g, norm + c);
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+          const float mix = average ? (h[0][v][k] + h[R - 1][v][k]) / 2 : h[n][v][k];
+          squares = fmaf(mix, mix, squares), mean = fmaf(g[k] * d[k], mix, mean);
+        }
+      }
+      const float rstd = rsqrtf(warp_sum(squares) / float(C) + EPS);
+      mean = rstd * warp_sum(mean) / float(C);
+#pragma unroll
+      for (int v = 0; v < NV; v++) {
+        const size_t c = v * 256 + lane * 8;
+        if (c >= C) continue;
+        float g[8], d[8], out[8], dnorm[8];
+        unpack8(d, dx[v]), load8(g, norm + c);
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+          const float hhat = rstd * (average ? (h[0][v][k] + h[R - 1][v][k]) / 2 : h[n][v][k]);
+          out[k] = g[k] * hhat, dnorm[k] = d[k] * hhat;
+          d[k] = rstd * fmaf(g[k], d[k], -hhat * mean);
+          d[k] = rounded<floatX>(average ? d[k] / 2 : d[k]);  // as route_backward_bank will read it
+        }
+        store8(x + (n * BT + bt) * C + c, out);
+        gather(0, c, dnorm);
+#pragma unroll
+        for (int r = 0; r < R; r++) {
+          if (r != n && !average) continue;
+#pragma unroll
+          for (int k = 0; k < 8; k++) {
+            deltas[r] = fmaf(d[k], h[r][v][k], deltas[r]), dp[r] = fmaf(d[k], s[v][k], dp[r]);
+            h[r][v][k] = d[k];  // from here on h holds dh
+          }
+          store8(dh + (r * BT + bt) * C + c, d);
+        }
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+      deltas[r] = warp_sum(deltas[r]);
+      if (lane == 0) delta[r * BT + bt] = deltas[r];
+    }
+    if (!dpartial) continue;
+    float z[R] = {}, dzr[R], shrink = 0;
+    const float rj = sources.rstd[sources.i * BT + bt];
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+#pragma unroll
+      for (int v = 0; v < NV; v++) {
+        const size_t c = v * 256 + lane * 8;
+        if (c >= C) continue;
+        float wr[8];
+        load8(wr, w + r * C + c);
+#pragma unroll
+        for (int k = 0; k < 8; k++) z[r] = fmaf(wr[k], s[v][k], z[r]);
+      }
+      z[r] = rj * warp_sum(z[r]);
+      dzr[r] = pj[r] * (warp_sum(dp[r]) - deltas[r]) * rj;
+      shrink = fmaf(dzr[r] * rj, z[r] / float(C), shrink);
+    }
+#pragma unroll
+    for (int v = 0; v < NV; v++) {
+      const size_t c = v * 256 + lane * 8;
+      if (c >= C) continue;
+      float ds[8] = {};
+      if (!first) load8(ds, dpartial + bt * C + c);
+#pragma unroll
+      for (int k = 0; k < 8; k++) ds[k] = fmaf(-shrink, s[v][k], ds[k]);
+#pragma unroll
+      for (int r = 0; r < R; r++) {
+        float wr[8], dw[8];
+        load8(wr, w + r * C + c);
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+          ds[k] = fmaf(pj[r], h[r][v][k], fmaf(dzr[r], wr[k], ds[k]));
+          dw[k] = dzr[r] * s[v][k];
+        }
+        gather(1 + r, c, dw);
+      }
+      store8(dpartial + bt * C + c, ds);
+    }
+  }
+  __syncthreads();
+  const float* all = dynamic_shared<float>();
+  for (size_t i = threadIdx.x; i < (1 + R) * C; i += ROUTE_THREADS) {
+    float sum = 0;
+    for (int other = 0; other < ROUTE_WARPS; other++) sum += all[other * (1 + R) * C + i];
+    rows[blockIdx.x * (1 + R) * C + i] = sum;
+  }
+}
+template <class floatX>
+void route_backward(
+    floatX* dh,  // (R,BT,C): holds dx of every input (one if average), becomes dh of every route
+    floatX* x,  // (R,BT,C): the normalised mixes again
+    float* delta,  // (R,BT)
+    floatX* dpartial,  // (BT,C): adds, or overwrites if `first`; null: no source is a running partial
+    float* dnorm,  // (C)
+    float* dw,  // (routes,C)
+    const Sources<floatX>& sources, const float* p, const float* w, const float* norm,
+    const RouteList& routes,  // this site's, at most two
+    bool average, bool first,
+    float* rows,  // workspace (TOKEN_BLOCKS, 3, C)
+    size_t BT, size_t C, size_t ldp) {
+  NVTX_RANGE();
+  const size_t R = size_t(routes.count), blocks = std::min<size_t>(ceil_div(BT, ROUTE_WARPS), TOKEN_BLOCKS);
+  with_vectors(C, [&](auto NV) {
+    constexpr int N = decltype(NV)::value;
+    const size_t smem = ROUTE_WARPS * (1 + R) * C * sizeof(float);
+    if (R == 1)
+      launch(route_backward_kernel<floatX, N, 1>, unsigned(blocks), ROUTE_THREADS, smem, device.stream, dh, x,
+             delta, dpartial, rows, sources, p, w, norm, false, first, BT, C, ldp);
+    else
+      launch(route_backward_kernel<floatX, N, 2>, unsigned(blocks), ROUTE_THREADS, smem, device.stream, dh, x,
+             delta, dpartial, rows, sources, p, w, norm, average, first, BT, C, ldp);
+  });
+  add_rows(dnorm, rows, RouteList{1, {0}}, blocks, 1 + R, 0, C);
+  if (dpartial) add_rows(dw, rows, routes, blocks, 1 + R, 1, C);
+}
+
+// Backward, the finished sources: once a block of S sublayers is done, one pass adds what all its routes (those
+// of the output site too, in the last block) owe to the bank. Each source is read once, each gradient updated
+// once.
+//   dz_j = p_j (dh . s_j - delta)      ds_j += sum_routes p_j dh + dz_j r_j (w - s_j r_j z_j / C)
+//   dw += sum over tokens and j of dz_j r_j s_j
+// A block works on one token at a time; a thread owns four channels and keeps dh, w and dw of all routes for
+// them in registers, and s_j in shared memory, where nobody else looks. What has to be summed over channels, dh
+// . s_j and w . s_j, crosses the block in `parts`; the resulting weights come back in `coefficients`.
+template <class floatX, int RMAX, int THREADS>
+__global__ void __launch_bounds__(THREADS)
+    route_backward_bank_kernel(floatX* dbank, float* rows, const floatX* dh, const float* delta,
+                               Sources<floatX> sources, const float* p, const float* w, RouteList routes,
+                               bool first, size_t BT, size_t C, size_t ldp) {
+  constexpr int N = RMAX == 12 ? 32 : 2 * RMAX;  // values summed together, padded to a power of two
+  const unsigned R = unsigned(routes.count), lane = threadIdx.x % 32, warp = threadIdx.x / 32,
+                 warps = blockDim.x / 32;
+  const size_t K = sources.i / sources.S + 1, c = threadIdx.x * size_t(4);
+  const bool live = c < C;
+  float4* coefficients = dynamic_shared<float4>();                               // (K,R): p, dz r, dz r^2 z / C
+  float* parts = reinterpret_cast<float*>(coefficients + K * R);                 // (K,N,warps)
+  float4* kept =
+      reinterpret_cast<float4*>(parts + (K * N * warps + 3) / 4 * 4);  // (K,threads) s_j, four channels each
+  __shared__ int number[RMAX];  // a list that is indexed by a variable should not live in a register
+  float wr[RMAX][4] = {}, dw[RMAX][4] = {};
+#pragma unroll
+  for (unsigned r = 0; r < RMAX; r++) {
+    if (threadIdx.x == r) number[r] = routes.number[r];
+    if (r < R && live) load4(wr[r], w + size_t(routes.number[r]) * C + c);
+  }
+  for (size_t bt = blockIdx.x; bt < BT; bt += gridDim.x) {
+    float d[RMAX][4] = {};
+#pragma unroll
+    for (unsigned r = 0; r < RMAX; r++)
+      if (r < R && live) load4(d[r], dh + (r * BT + bt) * C + c);
+    for (size_t j = 0; j < K; j++) {
+      float s[4] = {}, v[N] = {};
+      if (live) load4(s, sources.stream + (j * sources.S * BT + bt) * C + c);
+      kept[j * blockDim.x + threadIdx.x] = float4{s[0], s[1], s[2], s[3]};
+#pragma unroll
+      for (unsigned r = 0; r < RMAX; r++)
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+          v[2 * r] = fmaf(d[r][k], s[k], v[2 * r]);
+          v[2 * r + 1] = fmaf(wr[r][k], s[k], v[2 * r + 1]);
+        }
+      const float total = warp_sum_each(v, lane);
+      if (lane < N) parts[(j * N + lane) * warps + warp] = total;
+    }
+    __syncthreads();
+    for (size_t i = threadIdx.x; i < K * R; i += blockDim.x) {
+      const size_t j = i / R, r = i % R;
+      float dp = 0, z = 0;
+      for (unsigned other = 0; other < warps; other++) {
+        dp += parts[(j * N + 2 * r) * warps + other];
+        z += parts[(j * N + 2 * r + 1) * warps + other];
+      }
+      const float rj = sources.rstd[j * sources.S * BT + bt], pj = p[(size_t(number[r]) * BT + bt) * ldp + j];
+      const float dzr = pj * (dp - delta[r * BT + bt]) * rj;
+      coefficients[i] = float4{pj, dzr, dzr * rj * (rj * z) / float(C), 0};
+    }
+    __syncthreads();  // and before coefficients are written again, everybody has passed the barrier above
+    for (size_t j = 0; live && j < K; j++) {
+      const float4 raw = kept[j * blockDim.x + threadIdx.x];
+      const float s[4] = {raw.x, raw.y, raw.z, raw.w};
+      floatX* ds_at = dbank + (j * BT + bt) * C + c;
+      float ds[4] = {}, shrink = 0;
+      if (!first) load4(ds, ds_at);
+#pragma unroll
+      for (unsigned r = 0; r < RMAX; r++) {
+        const float4 by = r < R ? coefficients[j * R + r] : float4{0, 0, 0, 0};
+        shrink += by.z;
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+          ds[k] = fmaf(by.x, d[r][k], fmaf(by.y, wr[r][k], ds[k]));
+          dw[r][k] = fmaf(by.y, s[k], dw[r][k]);
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < 4; k++) ds[k] = fmaf(-shrink, s[k], ds[k]);
+      store4(ds_at, ds);
+    }
+  }
+#pragma unroll
+  for (unsigned r = 0; r < RMAX; r++)
+    if (r < R && live) store4(rows + (blockIdx.x * size_t(R) + r) * C + c, dw[r]);
+}
+template <class floatX>
+void route_backward_bank(
+    floatX* dbank,  // (K,BT,C): adds, or overwrites if `first`
+    float* dw,  // (routes,C)
+    const floatX* dh,  // (count,BT,C): of the listed routes, in that order
+    const float* delta,  // (count,BT)
+    const Sources<floatX>& sources,  // i: the block's first sublayer; sources are slots 0, S, .. i
+    const float* p, const float* w,  // (routes,BT,ldp), (routes,C)
+    const std::vector<int>& routes,  // numbers into p, w, dw
+    bool first,
+    float* rows,  // workspace (TOKEN_BLOCKS, MAX_ROUTE_LIST, C)
+    size_t BT, size_t C, size_t ldp) {
+  NVTX_RANGE();
+  const size_t K = sources.i / sources.S + 1, threads = (C / 4 + 31) / 32 * 32, warps = threads / 32;
+  const size_t group = threads <= 256 ? MAX_ROUTE_LIST : 4;  // registers for that many routes
+  const size_t blocks = std::min(BT, TOKEN_BLOCKS);
+  for (size_t r0 = 0; r0 < routes.size(); r0 += group) {
+    RouteList list;
+    while (size_t(list.count) < group && r0 + list.count < routes.size()) {
+      list.number[list.count] = routes[r0 + list.count];
+      list.count++;
+    }
+    const size_t values = list.count <= 4 ? 8 : list.count <= 8 ? 16 : 32;
+    const size_t smem = (K * list.count + (K * values * warps + 3) / 4 + K * threads) * sizeof(float4);
+    auto run = [&](auto kernel) {
+      launch(kernel, unsigned(blocks), unsigned(threads), smem, device.stream, dbank, rows, dh + r0 * BT * C,
+             delta + r0 * BT, sources, p, w, list, first && r0 == 0, BT, C, ldp);
+    };
+    if (list.count <= 4) run(route_backward_bank_kernel<floatX, 4, 512>);
+    else if (list.count <= 8) run(route_backward_bank_kernel<floatX, 8, 256>);
+    else run(route_backward_bank_kernel<floatX, 12, 256>);
+    add_rows(dw, rows, list, blocks, size_t(list.count), 0, C);
+  }
+}
+
+// ---- RMSNorm -------------------------------------------------------------------------------------------
+
+// Alone only where there is one source: the first attention site, and every site of a residual network. One
+// warp per token; a row is small enough to be read twice, the second time from the cache.
+template <class floatX>
+__global__ void rmsnorm_forward_kernel(floatX* x, float* rstd, const floatX* h, const float* weight, size_t BT,
+                                       size_t C) {
+  const unsigned lane = threadIdx.x % 32;
+  const size_t bt = (blockIdx.x * size_t(blockDim.x) + threadIdx.x) / 32;
+  if (bt >= BT) return;
+  float squares = 0, v[8], g[8];
+  for (size_t c = lane * 8; c < C; c += 256) {
+    load8(v, h + bt * C + c);
+    for (int k = 0; k < 8; k++) squares = fmaf(v[k], v[k], squares);
+  }
+  const float r = rsqrtf(warp_sum(squares) / float(C) + EPS);
+  if (lane == 0) rstd[bt] = r;
+  for (size_t c = lane * 8; c < C; c += 256) {
+    load8(v, h + bt * C + c), load8(g, weight + c);
+    for (int k = 0; k < 8; k++) v[k] = g[k] * (r * v[k]);
+    store8(x + bt * C + c, v);
+  }
+}
+template <class floatX>
+void rmsnorm_forward(floatX* x,            // (BT,C)
+                     float* rstd,          // (BT): 1 / rms, for the routes that read h later
+                     const floatX* h,      // (BT,C)
+                     const float* weight,  // (C)
+                     size_t BT, size_t C) {
+  NVTX_RANGE();
+  launch(rmsnorm_forward_kernel<floatX>, ceil_div(BT, 4), 128, 0, device.stream, x, rstd, h, weight, BT, C);
+}
+
+// forward: x = weight * hhat, hhat = rstd h
+//   dhhat = weight * dx      dh = rstd (dhhat - hhat mean(dhhat * hhat))      dweight += sum_tokens dx * hhat
+// Each warp gathers its tokens' shares of dweight in shared memory, C floats.
+template <class floatX>
+__global__ void rmsnorm_backward_kernel(floatX* dh, float* rows, const floatX* dx, const floatX* h,
+                                        const float* rstd, const float* weight, bool first, size_t BT,
+                                        size_t C) {
+  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  float* gathered = dynamic_shared<float>() + warp * C;
+  for (size_t c = lane; c < C; c += 32) gathered[c] = 0;
+  __syncwarp();
+  for (size_t bt = blockIdx.x * size_t(ROUTE_WARPS) + warp; bt < BT; bt += gridDim.x * size_t(ROUTE_WARPS)) {
+    const float r = rstd[bt];
+    float mean = 0, v[8], d[8], g[8], sum[8];
+    for (size_t c = lane * 8; c < C; c += 256) {
+      load8(v, h + bt * C + c), load8(d, dx + bt * C + c), load8(g, weight + c);
+      for (int k = 0; k < 8; k++) mean = fmaf(g[k] * d[k], r * v[k], mean);
+    }
+    mean = warp_sum(mean) / float(C);
+    for (size_t c = lane * 8; c < C; c += 256) {
+      load8(v, h + bt * C + c), load8(d, dx + bt * C + c), load8(g, weight + c), load8(sum, gathered + c);
+      float out[8] = {};
+      if (!first) load8(out, dh + bt * C + c);
+      for (int k = 0; k < 8; k++) {
+        const float hhat = r * v[k];
+        out[k] += r * (g[k] * d[k] - hhat * mean);
+        sum[k] = fmaf(d[k], hhat, sum[k]);
+      }
+      store8(dh + bt * C + c, out), store8(gathered + c, sum);
+    }
+  }
+  __syncthreads();
+  const float* all = dynamic_shared<float>();
+  for (size_t c = threadIdx.x; c < C; c += blockDim.x) {
+    float sum = 0;
+    for (int other = 0; other < ROUTE_WARPS; other++) sum += all[other * C + c];
+    rows[blockIdx.x * C + c] = sum;
+  }
+}
+template <class floatX>
+void rmsnorm_backward(floatX* dh,                            // (BT,C): adds, or overwrites if `first`
+                      float* dweight,                        // (C)
+                      const floatX* dx,                      // (BT,C)
+                      const floatX* h, const float* rstd,    // (BT,C), (BT)
+                      const float* weight,                   // (C)
+                      bool first,
+                      float* rows,                           // workspace (TOKEN_BLOCKS,C)
+                      size_t BT, size_t C) {
+  NVTX_RANGE();
+  const size_t blocks = std::min<size_t>(ceil_div(BT, ROUTE_WARPS), TOKEN_BLOCKS);
+  launch(rmsnorm_backward_kernel<floatX>, unsigned(blocks), ROUTE_THREADS, ROUTE_WARPS * C * sizeof(float),
+         device.stream, dh, rows, dx, h, rstd, weight, first, BT, C);
+  add_rows(dweight, rows, RouteList{1, {0}}, blocks, 1, 0, C);
+}
+
+// ---- matrix products -----------------------------------------------------------------------------------
+
+// cuBLASLt is asked once per kind of product which algorithm it would take; the answer is kept. Inputs are
+// floatX, sums float32, the output floatX or float32.
+template <class T> cudaDataType data_type() { return std::is_same<T, float>::value ? CUDA_R_32F : CUDA_R_16BF; }
+inline unsigned alignment_of(const void* p) {  // the largest power of two up to 256 that divides the address
+  const uintptr_t address = reinterpret_cast<uintptr_t>(p) | 256;
+  return unsigned(address & (~address + 1));
+}
+
+inline Product make_product(cudaDataType out_type, cudaDataType in_type, bool trans_a, bool trans_b, size_t M,
+                            size_t N, size_t K, size_t ldo, size_t lda, size_t ldb, unsigned alignment) {
+  // cuBLAS counts in columns: our row-major out = A B is its out^T = B^T A^T, so B goes first and nothing
+  // moves.
+  Product product;
+  CUBLAS_CHECK(cublasLtMatmulDescCreate(&product.description, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+  const cublasOperation_t first = trans_b ? CUBLAS_OP_T : CUBLAS_OP_N,
+                          second = trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
+  CUBLAS_CHECK(
+      cublasLtMatmulDescSetAttribute(product.description, CUBLASLT_MATMUL_DESC_TRANSA, &first, sizeof first));
+  CUBLAS_CHECK(
+      cublasLtMatmulDescSetAttribute(product.description, CUBLASLT_MATMUL_DESC_TRANSB, &second, sizeof second));
+  CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&product.b, in_type, trans_b ? K : N, trans_b ? N : K, int64_t(ldb)));
+  CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&product.a, in_type, trans_a ? M : K, trans_a ? K : M, int64_t(lda)));
+  CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&product.out, out_type, N, M, int64_t(ldo)));
+
+  cublasLtMatmulPreference_t preference;
+  CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
+  auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
+    CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof value));
+  };
+  prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, CUBLAS_WORKSPACE);
+  for (auto attribute :
+       {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+        CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
+    prefer(attribute, uint32_t(alignment));
+  // A split sum may meet in the workspace, in order; not in the output, where blocks come as they please.
+  prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+         uint32_t(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE | CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE));
+  cublasLtMatmulHeuristicResult_t result;
+  int found = 0;
+  const cublasStatus_t status =
+      cublasLtMatmulAlgoGetHeuristic(device.cublas, product.description, product.b, product.a, product.out,
+                                     product.out, preference, 1, &result, &found);
+  if (status != CUBLAS_STATUS_SUCCESS || found == 0)
+    fatal(EXIT_ERROR, "cuBLASLt has no algorithm for a product of M %zu, N %zu, K %zu (status %d)", M, N, K,
+          int(status));
+  product.algorithm = result.algo;
+  CUBLAS_CHECK(cublasLtMatmulPreferenceDestroy(preference));
+  return product;
+}
+
+// out(M,N) = A(M,K) B(K,N) + addend, row-major. A is stored transposed if trans_a (element (i,k) at a[k * lda +
+// i]), likewise B. addend: null, or (M,N) with rows ldo apart; it may be `out` itself.
+template <class Out, class In>
+void matmul(Out* out, size_t ldo, const In* a, size_t lda, bool trans_a, const In* b, size_t ldb, bool trans_b,
+            size_t M, size_t N, size_t K, const Out* addend) {
+  const unsigned alignment =
+      std::min({alignment_of(out), alignment_of(a), alignment_of(b), alignment_of(addend)});
+  const int kind =
+      trans_a + 2 * trans_b + 4 * (data_type<Out>() == CUDA_R_32F) + 8 * (data_type<In>() == CUDA_R_32F);
+  const ProductKey key(M, N, K, ldo, lda, ldb, kind, alignment);
+  auto found = device.products.find(key);
+  if (found == device.products.end())
+    found = device.products
+                .emplace(key, make_product(data_type<Out>(), data_type<In>(), trans_a, trans_b, M, N, K, ldo,
+                                           lda, ldb, alignment))
+                .first;
+  const Product& product = found->second;
+  const float one = 1, beta = addend ? 1 : 0;
+  CUBLAS_CHECK(cublasLtMatmul(device.cublas, product.description, &one, b, product.b, a, product.a, &beta,
+                              addend ? addend : out, product.out, out, product.out, &product.algorithm,
+                              device.workspace, CUBLAS_WORKSPACE, device.stream));
+}
+
+// out = x w^T (+ addend); rows of out and addend stand ldo apart, so that Q, K and V can share one packed
+// buffer.
+template <class floatX>
+void matmul_forward(floatX* out,           // (BT,OC), rows ldo apart
+                    const floatX* x,       // (BT,IC)
+                    const floatX* w,       // (OC,IC)
+                    size_t BT, size_t IC, size_t OC, size_t ldo, const floatX* addend = nullptr) {
+  NVTX_RANGE();
+  matmul(out, ldo, x, IC, false, w, IC, true, BT, OC, IC, addend);
+}
+
+// forward: out = x w^T       dx = dout w      dw += dout^T x
+// Two functions, because x is there only after dx has gone through the route: see model_backward.
+template <class floatX>
+void matmul_backward_input(floatX* dx,          // (BT,IC); adds if add_dx
+                           const floatX* dout,  // (BT,OC), rows ldo apart
+                           const floatX* w,     // (OC,IC)
+                           size_t BT, size_t IC, size_t OC, size_t ldo, bool add_dx = false) {
+  NVTX_RANGE();
+  matmul(dx, IC, dout, ldo, false, w, IC, false, BT, IC, OC, add_dx ? dx : nullptr);
+}
+template <class floatX>
+void matmul_backward_weight(float* dw,           // (OC,IC)
+                            const floatX* dout,  // (BT,OC), rows ldo apart
+                            const floatX* x,     // (BT,IC)
+                            size_t BT, size_t IC, size_t OC, size_t ldo) {
+  NVTX_RANGE();
+  matmul(dw, IC, dout, ldo, true, x, IC, false, OC, IC, BT, dw);
+}
+
+// ---- rotary position encoding --------------------------------------------------------------------------
+
+constexpr double ROPE_BASE = 10000.0;
+// (T, HS/2) pairs: cosine and sine of t * base^(-2i / HS), computed in double on the host
+inline std::vector<float> rope_angles(size_t T, size_t HS) {
+  std::vector<float> table;
+  for (size_t t = 0; t < T; t++)
+    for (size_t i = 0; i < HS / 2; i++) {
+      const double angle = double(t) * std::pow(ROPE_BASE, -2.0 * double(i) / double(HS));
+      table.push_back(float(std::cos(angle))), table.push_back(float(std::sin(angle)));
+    }
+  return table;
+}
+
+// A thread turns VEC neighbouring pairs (i, i + HS/2): eight where 16-byte loads fit the head, else one.
+template <class floatX, int VEC>
+__global__ void rope_kernel(floatX* qkv, const float2* angles, size_t BT, size_t T, size_t C, size_t HS,
+                            float direction) {
+  const size_t half = HS / 2, per_token = C / VEC;  // 2 NH heads of HS/2 pairs are C pairs
+  const size_t n = blockIdx.x * size_t(blockDim.x) + threadIdx.x;
+  if (n >= BT * per_token) return;
+  const size_t bt = n / per_token, pair = n % per_token * VEC, i = pair % half;
+  floatX* x = qkv + bt * 3 * C + pair / half * HS + i;
+  const float2* angle = angles + bt % T * half + i;
+  float lo[VEC], hi[VEC];
+  if constexpr (VEC == 8) load8(lo, x), load8(hi, x + half);
+  else lo[0] = to_float(x[0]), hi[0] = to_float(x[half]);
+#pragma unroll
+  for (int k = 0; k < VEC; k++) {
+    const float cosine = angle[k].x, sine = direction * angle[k].y, low = lo[k];
+    lo[k] = low * cosine - hi[k] * sine;
+    hi[k] = low * sine + hi[k] * cosine;
+  }
+  if constexpr (VEC == 8) store8(x, lo), store8(x + half, hi);
+  else x[0] = from_float<floatX>(lo[0]), x[half] = from_float<floatX>(hi[0]);
+}
+template <class floatX>
+void rope_rotate(floatX* qkv,           // (B,T,3C)
+                 const float2* angles,  // (T,HS/2)
+                 size_t B, size_t T, size_t C, size_t NH, float direction) {
+  const size_t HS = C / NH;
+  if (HS % 16 == 0)
+    launch(rope_kernel<floatX, 8>, ceil_div(B * T * C / 8, 256), 256, 0, device.stream, qkv, angles, B * T, T,
+           C, HS, direction);
+  else
+    launch(rope_kernel<floatX, 1>, ceil_div(B * T * C, 256), 256, 0, device.stream, qkv, angles, B * T, T, C,
+           HS, direction);
+}
+template <class floatX>
+void rope_forward(floatX* qkv, const float2* angles, size_t B, size_t T, size_t C, size_t NH) {
+  NVTX_RANGE();
+  rope_rotate(qkv, angles, B, T, C, NH, 1);
+}
+template <class floatX>
+void rope_backward(floatX* dqkv, const float2* angles, size_t B, size_t T, size_t C, size_t NH) {
+  NVTX_RANGE();
+  rope_rotate(dqkv, angles, B, T, C, NH, -1);
+}
+
+// ---- causal attention ----------------------------------------------------------------------------------
+//
+// Tiles of queries meet tiles of keys; the (T,T) matrix exists one tile at a time. Two ways: for bf16 with a
+// head size that is a multiple of 16, tensor cores; for everything else (float32, other head sizes) plain loops
+// over shared memory. Both: head sizes up to 128. Launch: grid (tiles, NH, B).
+
+constexpr size_t MAX_HEAD_SIZE = 128;
+constexpr float LOG2_E = 1.4426950408889634f;
+
+// -- plain tiles: 16 queries by 16 keys, one thread per pair. A row of 16 threads shares a query (or a key).
+constexpr int PLAIN = 16;
+struct PlainTile { float at[PLAIN][MAX_HEAD_SIZE + 1]; };
+
+template <class floatX>
+__device__ inline void load_plain(PlainTile& tile, const floatX* rows, size_t ld, size_t row0, size_t T,
+                                  size_t HS) {
+  for (size_t i = threadIdx.y * PLAIN + threadIdx.x; i < PLAIN * HS; i += PLAIN * PLAIN)
+    tile.at[i / HS][i % HS] = row0 + i / HS < T ? to_float(rows[(row0 + i / HS) * ld + i % HS]) : 0.0f;
+}
+__device__ inline float dot_plain(const PlainTile& a, unsigned row_a, const PlainTile& b, unsigned row_b,
+                                  size_t HS) {
+  float sum = 0;
+  for (size_t i = 0; i < HS; i++) sum += a.at[row_a][i] * b.at[row_b][i];
+  return sum;
+}
+__device__ inline float row_sum(float v) {  // over the 16 threads of a row
+  for (int o = PLAIN / 2; o > 0; o /= 2) v += __shfl_xor_sync(ALL_LANES, v, o);
+  return v;
+}
+__device__ inline float row_max(float v) {
+  for (int o = PLAIN / 2; o > 0; o /= 2) v = fmaxf(v, __shfl_xor_sync(ALL_LANES, v, o));
+  return v;
+}
+// acc[i] += sum_u weights[row][u] b[u][channel x + 16 i]: each thread owns every sixteenth channel of its row
+__device__ inline void mix_plain(float (&acc)[MAX_HEAD_SIZE / PLAIN], const float (&weights)[PLAIN][PLAIN + 1],
+                                 const PlainTile& b, size_t HS) {
+  for (unsigned i = 0; i < MAX_HEAD_SIZE / PLAIN; i++) {
+    const unsigned channel = threadIdx.x + PLAIN * i;
+    if (channel >= HS) break;
+    for (int u = 0; u < PLAIN; u++) acc[i] += weights[threadIdx.y][u] * b.at[u][channel];
+  }
+}
+template <class floatX>
+__device__ inline void store_plain(floatX* row, const float (&acc)[MAX_HEAD_SIZE / PLAIN], float scale,
+                                   size_t HS) {
+  for (unsigned i = 0; i < MAX_HEAD_SIZE / PLAIN; i++)
+    if (threadIdx.x + PLAIN * i < HS) row[threadIdx.x + PLAIN * i] = from_float<floatX>(acc[i] * scale);
+}
+
+template <class floatX>
+__global__ void attention_forward_plain_kernel(floatX* att, float* lse, const floatX* qkv, size_t T, size_t C,
+                                               size_t HS, float scale) {
+  __shared__ PlainTile q, k, v;
+  __shared__ float weights[PLAIN][PLAIN + 1];
+  const size_t head = blockIdx.y, b = blockIdx.z, q0 = blockIdx.x * PLAIN, query = q0 + threadIdx.y;
+  const floatX* rows = qkv + b * T * 3 * C + head * HS;
+  load_plain(q, rows, 3 * C, q0, T, HS);
+  float acc[MAX_HEAD_SIZE / PLAIN] = {}, top = -INFINITY, sum = 0;
+  for (size_t k0 = 0; k0 <= q0; k0 += PLAIN) {
+    load_plain(k, rows + C, 3 * C, k0, T, HS), load_plain(v, rows + 2 * C, 3 * C, k0, T, HS);
+    __syncthreads();
+    const float score =
+        k0 + threadIdx.x <= query ? scale * dot_plain(q, threadIdx.y, k, threadIdx.x, HS) : -INFINITY;
+    const float new_top = fmaxf(top, row_max(score)), shrink = expf(top - new_top), e = expf(score - new_top);
+    top = new_top, sum = sum * shrink + row_sum(e);
+    weights[threadIdx.y][threadIdx.x] = e;
+    __syncwarp();  // a row of 16 lies within one warp
+    for (float& channel : acc) channel *= shrink;
+    mix_plain(acc, weights, v, HS);
+    __syncthreads();  // the tiles are refilled next
+  }
+  if (query >= T) return;
+  store_plain(att + (b * T + query) * C + head * HS, acc, 1 / sum, HS);
+  if (threadIdx.x == 0) lse[(b * gridDim.y + head) * T + query] = top + logf(sum);
+}
+
+// dq of 16 queries, from all keys before them; dk and dv of 16 keys, from all queries after them: two kernels,
+// each writes what it owns, so nothing is added from two sides and the result does not depend on the order of
+// blocks.
+template <class floatX>
+__global__ void attention_backward_q_plain_kernel(floatX* dqkv, const floatX* datt, const floatX* qkv,
+                                                  const float* lse, const float* delta, size_t T, size_t C,
+                                                  size_t HS, float scale) {
+  __shared__ PlainTile q, d, k, v;
+  __shared__ float dscores[PLAIN][PLAIN + 1];
+  const size_t head = blockIdx.y, b = blockIdx.z, q0 = blockIdx.x * PLAIN, query = q0 + threadIdx.y;
+  const floatX* rows = qkv + b * T * 3 * C + head * HS;
+  load_plain(q, rows, 3 * C, q0, T, HS), load_plain(d, datt + b * T * C + head * HS, C, q0, T, HS);
+  const size_t at = (b * gridDim.y + head) * T + query;
+  float acc[MAX_HEAD_SIZE / PLAIN] = {};
+  for (size_t k0 = 0; k0 <= q0; k0 += PLAIN) {
+    load_plain(k, rows + C, 3 * C, k0, T, HS), load_plain(v, rows + 2 * C, 3 * C, k0, T, HS);
+    __syncthreads();
+    float dscore = 0;
+    if (k0 + threadIdx.x <= query && query < T) {
+      const float a = expf(scale * dot_plain(q, threadIdx.y, k, threadIdx.x, HS) - lse[at]);
+      dscore = a * (dot_plain(d, threadIdx.y, v, threadIdx.x, HS) - delta[at]);
+    }
+    dscores[threadIdx.y][threadIdx.x] = dscore;
+    __syncwarp();
+    mix_plain(acc, dscores, k, HS);
+    __syncthreads();
+  }
+  if (query < T) store_plain(dqkv + (b * T + query) * 3 * C + head * HS, acc, scale, HS);
+}
+template <class floatX>
+__global__ void attention_backward_kv_plain_kernel(floatX* dqkv, const floatX* datt, const floatX* qkv,
+                                                   const float* lse, const float* delta, size_t T, size_t C,
+                                                   size_t HS, float scale) {
+  __shared__ PlainTile q, d, k, v;
+  __shared__ float weights[PLAIN][PLAIN + 1], dscores[PLAIN][PLAIN + 1];
+  const size_t head = blockIdx.y, b = blockIdx.z, k0 = blockIdx.x * PLAIN, key = k0 + threadIdx.y;
+  const floatX* rows = qkv + b * T * 3 * C + head * HS;
+  load_plain(k, rows + C, 3 * C, k0, T, HS), load_plain(v, rows + 2 * C, 3 * C, k0, T, HS);
+  float acc_k[MAX_HEAD_SIZE / PLAIN] = {}, acc_v[MAX_HEAD_SIZE / PLAIN] = {};
+  for (size_t q0 = k0; q0 < T; q0 += PLAIN) {
+    load_plain(q, rows, 3 * C, q0, T, HS), load_plain(d, datt + b * T * C + head * HS, C, q0, T, HS);
+    __syncthreads();
+    const size_t query = q0 + threadIdx.x, at = (b * gridDim.y + head) * T + query;
+    float a = 0, dscore = 0;
+    if (key <= query && query < T) {
+      a = expf(scale * dot_plain(q, threadIdx.x, k, threadIdx.y, HS) - lse[at]);
+      dscore = a * (dot_plain(d, threadIdx.x, v, threadIdx.y, HS) - delta[at]);
+    }
+    weights[threadIdx.y][threadIdx.x] = a, dscores[threadIdx.y][threadIdx.x] = dscore;
+    __syncwarp();
+    mix_plain(acc_v, weights, d, HS), mix_plain(acc_k, dscores, q, HS);
+    __syncthreads();
+  }
+  if (key >= T) return;
+  store_plain(dqkv + (b * T + key) * 3 * C + C + head * HS, acc_k, scale, HS);
+  store_plain(dqkv + (b * T + key) * 3 * C + 2 * C + head * HS, acc_v, 1, HS);
+}
+
+// -- tensor-core tiles: 64 queries by 64 keys, 4 warps of 16 rows each.
+// Accumulators of one warp, [n][i]: row g + 8 (i / 2), column 8 n + 2 t + i % 2, with g = lane / 4, t = lane %
+// 4. The same registers, rounded to bf16 in pairs, are the left operand of the next product: scores never leave
+// the warp.
+constexpr int TILE = 64, FLASH_THREADS = 128;
+template <int HS>
+constexpr int TILE_LD = HS + 8;  // rows padded by 16 bytes, so that ldmatrix meets no bank twice
+template <int HS> constexpr size_t TILE_BYTES = size_t(TILE) * TILE_LD<HS> * sizeof(bf16);
+
+template <int HS>
+__device__ inline void load_tile(bf16* tile, const bf16* rows, size_t ld, size_t row0, size_t T) {
+  for (unsigned i = threadIdx.x; i < TILE * HS / 8; i += FLASH_THREADS) {
+    const unsigned r = i / (HS / 8), c = i % (HS / 8) * 8;
+    if (row0 + r < T) cp_async_16(tile + r * TILE_LD<HS> + c, rows + (row0 + r) * ld + c);
+    else *reinterpret_cast<uint4*>(tile + r * TILE_LD<HS> + c) = uint4{0, 0, 0, 0};
+  }
+}
+// Left operand: 16 rows, channels 16 c .. 16 c + 15
+template <int HS>
+__device__ inline void load_left(unsigned (&a)[4], const bf16* rows, int c, int lane) {
+  ldmatrix_x4(a, rows + (lane % 16) * TILE_LD<HS> + c * 16 + lane / 16 * 8);
+}
+// s[16][64] += a[16][HS] b[64][HS]^T, for one channel group c of 16, whose left operand is given
+template <int HS>
+__device__ inline void product_nt(float (&s)[TILE / 8][4], const unsigned (&a)[4], const bf16* b, int c,
+                                  int lane) {
+#pragma unroll
+  for (int n = 0; n < TILE / 8; n += 2) {
+    unsigned r[4];
+    ldmatrix_x4(r, b + (n * 8 + lane % 8 + lane / 16 * 8) * TILE_LD<HS> + c * 16 + lane / 8 % 2 * 8);
+    mma_m16n8k16(s[n], a, r[0], r[1]);
+    mma_m16n8k16(s[n + 1], a, r[2], r[3]);
+  }
+}
+// acc[16][HS] += p[16][64] b[64][HS], p in registers as an accumulator
+template <int HS>
+__device__ inline void product_nn(float (&acc)[HS / 8][4], const float (&p)[TILE / 8][4], const bf16* b,
+                                  int lane) {
+#pragma unroll
+  for (int c = 0; c < TILE / 16; c++) {
+    const unsigned a[4] = {pack_bf16(p[2 * c][0], p[2 * c][1]), pack_bf16(p[2 * c][2], p[2 * c][3]),
+                           pack_bf16(p[2 * c + 1][0], p[2 * c + 1][1]),
+                           pack_bf16(p[2 * c + 1][2], p[2 * c + 1][3])};
+#pragma unroll
+    for (int n = 0; n < HS / 8; n += 2) {
+      unsigned r[4];
+      ldmatrix_x4_trans(r, b + (c * 16 + lane % 16) * TILE_LD<HS> + n * 8 + lane / 16 * 8);
+      mma_m16n8k16(acc[n], a, r[0], r[1]);
+      mma_m16n8k16(acc[n + 1], a, r[2], r[3]);
+    }
+  }
+}
+// Rows g and g + 8 of a warp's accumulators to memory, as far as they are below T
+template <int HS>
+__device__ inline void store_tile(bf16* rows, size_t ld, size_t row0, size_t T, const float (&acc)[HS / 8][4],
+                                  float scale0, float scale1, int lane) {
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const size_t row = row0 + lane / 4 + half * 8;
+    if (row >= T) continue;
+    const float scale = half ? scale1 : scale0;
+#pragma unroll
+    for (int n = 0; n < HS / 8; n++)
+      *reinterpret_cast<unsigned*>(rows + row * ld + n * 8 + lane % 4 * 2) =
+          pack_bf16(acc[n][2 * half] * scale, acc[n][2 * half + 1] * scale);
+  }
+}
+
+// Shared memory: Q, then K and V twice: one pair in use, the next on its way. The softmax is online and base 2:
+// with scores times scale * log2(e), exp is one instruction.
+template <int HS>
+__global__ void __launch_bounds__(FLASH_THREADS)
+attention_forward_kernel(bf16* att, float* lse, const bf16* qkv, size_t T, size_t C, float scale) {
+  constexpr int SIZE = TILE * TILE_LD<HS>;
+  bf16 *sq = dynamic_shared<bf16>(), *sk = sq + SIZE, *sv = sk + 2 * SIZE;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const size_t head = blockIdx.y, b = blockIdx.z;
+  const int tiles = int(gridDim.x - blockIdx.x);  // the longest rows start first
+  const size_t q0 = size_t(tiles - 1) * TILE;
+  const bf16* rows = qkv + b * T * 3 * C + head * HS;
+  load_tile<HS>(sq, rows, 3 * C, q0, T);
+  load_tile<HS>(sk, rows + C, 3 * C, 0, T), load_tile<HS>(sv, rows + 2 * C, 3 * C, 0, T);
+  cp_async_commit();
+  unsigned fq[HS / 16][4];
+  float acc[HS / 8][4] = {}, top[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
+  for (int tile = 0; tile < tiles; tile++) {
+    const int now = tile % 2, other = 1 - now;
+    if (tile + 1 < tiles) {
+      load_tile<HS>(sk + other * SIZE, rows + C, 3 * C, size_t(tile + 1) * TILE, T);
+      load_tile<HS>(sv + other * SIZE, rows + 2 * C, 3 * C, size_t(tile + 1) * TILE, T);
+    }
+    cp_async_commit();
+    cp_async_wait<1>();
+    __syncthreads();
+    if (tile == 0)
+#pragma unroll
+      for (int c = 0; c < HS / 16; c++) load_left<HS>(fq[c], sq + warp * 16 * TILE_LD<HS>, c, lane);
+    float s[TILE / 8][4] = {};
+#pragma unroll
+    for (int c = 0; c < HS / 16; c++) product_nt<HS>(s, fq[c], sk + now * SIZE, c, lane);
+    float new_top[2] = {top[0], top[1]};
+#pragma unroll
+    for (int n = 0; n < TILE / 8; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        // Only in the last tile, the one on the diagonal, lie keys after the query.
+        const bool live = tile + 1 < tiles || n * 8 + t * 2 + i % 2 <= warp * 16 + g + i / 2 * 8;
+        s[n][i] = live ? s[n][i] * (scale * LOG2_E) : -INFINITY;
+        new_top[i / 2] = fmaxf(new_top[i / 2], s[n][i]);
+      }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {  // a row's columns are spread over four lanes
+      new_top[half] = fmaxf(new_top[half], __shfl_xor_sync(ALL_LANES, new_top[half], 1));
+      new_top[half] = fmaxf(new_top[half], __shfl_xor_sync(ALL_LANES, new_top[half], 2));
+      const float shrink = exp2f(top[half] - new_top[half]);
+      top[half] = new_top[half], sum[half] *= shrink;
+#pragma unroll
+      for (int n = 0; n < HS / 8; n++) acc[n][2 * half] *= shrink, acc[n][2 * half + 1] *= shrink;
+    }
+#pragma unroll
+    for (int n = 0; n < TILE / 8; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) s[n][i] = exp2f(s[n][i] - top[i / 2]), sum[i / 2] += s[n][i];
+    product_nn<HS>(acc, s, sv + now * SIZE, lane);
+    __syncthreads();  // this pair of buffers is refilled in the next round
+  }
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    sum[half] += __shfl_xor_sync(ALL_LANES, sum[half], 1);
+    sum[half] += __shfl_xor_sync(ALL_LANES, sum[half], 2);
+    const size_t query = q0 + warp * 16 + g + half * 8;
+    if (t == 0 && query < T) lse[(b * gridDim.y + head) * T + query] = (top[half] + log2f(sum[half])) / LOG2_E;
+  }
+  store_tile<HS>(att + b * T * C + head * HS, C, q0 + warp * 16, T, acc, 1 / sum[0], 1 / sum[1], lane);
+}
+
+// delta_t = datt_t . att_t per head. One warp per token and head.
+template <class floatX>
+__global__ void attention_delta_kernel(float* delta, const floatX* datt, const floatX* att, size_t B, size_t T,
+                                       size_t C, size_t NH) {
+  const size_t n = (blockIdx.x * size_t(blockDim.x) + threadIdx.x) / 32, HS = C / NH;
+  if (n >= B * T * NH) return;
+  const size_t bt = n / NH, head = n % NH;
+  float sum = 0;
+  for (size_t i = threadIdx.x % 32; i < HS; i += 32)
+    sum += to_float(datt[bt * C + head * HS + i]) * to_float(att[bt * C + head * HS + i]);
+  sum = warp_sum(sum);
+  if (threadIdx.x % 32 == 0) delta[(bt / T * NH + head) * T + bt % T] = sum;
+}
+
+// dq of 64 queries. Shared memory: Q, dO, then K and V twice.
+template <int HS>
+__global__ void __launch_bounds__(FLASH_THREADS)
+    attention_backward_q_kernel(bf16* dqkv, const bf16* datt, const bf16* qkv, const float* lse,
+                                const float* delta, size_t T, size_t C, float scale) {
+  constexpr int SIZE = TILE * TILE_LD<HS>;
+  bf16 *sq = dynamic_shared<bf16>(), *sd = sq + SIZE, *sk = sd + SIZE, *sv = sk + 2 * SIZE;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const size_t head = blockIdx.y, b = blockIdx.z;
+  const int tiles = int(gridDim.x - blockIdx.x);
+  const size_t q0 = size_t(tiles - 1) * TILE;
+  const bf16* rows = qkv + b * T * 3 * C + head * HS;
+  load_tile<HS>(sq, rows, 3 * C, q0, T), load_tile<HS>(sd, datt + b * T * C + head * HS, C, q0, T);
+  load_tile<HS>(sk, rows + C, 3 * C, 0, T), load_tile<HS>(sv, rows + 2 * C, 3 * C, 0, T);
+  cp_async_commit();
+  float row_lse[2] = {}, row_delta[2] = {};
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const size_t query = q0 + warp * 16 + g + half * 8, at = (b * gridDim.y + head) * T + query;
+    if (query < T) row_lse[half] = lse[at] * LOG2_E, row_delta[half] = delta[at];
+  }
+  float acc[HS / 8][4] = {};
+  for (int tile = 0; tile < tiles; tile++) {
+    const int now = tile % 2, other = 1 - now;
+    if (tile + 1 < tiles) {
+      load_tile<HS>(sk + other * SIZE, rows + C, 3 * C, size_t(tile + 1) * TILE, T);
+      load_tile<HS>(sv + other * SIZE, rows + 2 * C, 3 * C, size_t(tile + 1) * TILE, T);
+    }
+    cp_async_commit();
+    cp_async_wait<1>();
+    __syncthreads();
+    float a[TILE / 8][4] = {}, da[TILE / 8][4] = {};
+#pragma unroll
+    for (int c = 0; c < HS / 16; c++) {
+      unsigned left[4];
+      load_left<HS>(left, sq + warp * 16 * TILE_LD<HS>, c, lane);
+      product_nt<HS>(a, left, sk + now * SIZE, c, lane);
+      load_left<HS>(left, sd + warp * 16 * TILE_LD<HS>, c, lane);
+      product_nt<HS>(da, left, sv + now * SIZE, c, lane);
+    }
+#pragma unroll
+    for (int n = 0; n < TILE / 8; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const bool live = tile + 1 < tiles || n * 8 + t * 2 + i % 2 <= warp * 16 + g + i / 2 * 8;
+        const float weight = live ? exp2f(a[n][i] * (scale * LOG2_E) - row_lse[i / 2]) : 0.0f;
+        a[n][i] = weight * (da[n][i] - row_delta[i / 2]);
+      }
+    product_nn<HS>(acc, a, sk + now * SIZE, lane);
+    __syncthreads();
+  }
+  store_tile<HS>(dqkv + b * T * 3 * C + head * HS, 3 * C, q0 + warp * 16, T, acc, scale, scale, lane);
+}
+
+// dk and dv of 64 keys; rows are keys here, columns queries. Shared memory: K, V, then Q and dO twice, then lse
+// and delta of the queries twice.
+template <int HS>
+__global__ void __launch_bounds__(FLASH_THREADS)
+    attention_backward_kv_kernel(bf16* dqkv, const bf16* datt, const bf16* qkv, const float* lse,
+                                 const float* delta, size_t T, size_t C, float scale) {
+  constexpr int SIZE = TILE * TILE_LD<HS>;
+  bf16 *sk = dynamic_shared<bf16>(), *sv = sk + SIZE, *sq = sv + SIZE, *sd = sq + 2 * SIZE;
+  float* statistics = reinterpret_cast<float*>(sd + 2 * SIZE);  // (2 buffers, lse and delta, 64)
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const size_t head = blockIdx.y, b = blockIdx.z, k0 = blockIdx.x * size_t(TILE);
+  const int tiles = int(gridDim.x - blockIdx.x);
+  const bf16 *rows = qkv + b * T * 3 * C + head * HS, *drows = datt + b * T * C + head * HS;
+  const size_t at = (b * gridDim.y + head) * T;
+  auto load_queries = [&](int buffer, size_t q0) {
+    load_tile<HS>(sq + buffer * SIZE, rows, 3 * C, q0, T), load_tile<HS>(sd + buffer * SIZE, drows, C, q0, T);
+    const size_t query = q0 + threadIdx.x % TILE;
+    const float* from = threadIdx.x < TILE ? lse : delta;
+    statistics[buffer * FLASH_THREADS + threadIdx.x] = query < T ? from[at + query] : 0.0f;
+  };
+  load_tile<HS>(sk, rows + C, 3 * C, k0, T), load_tile<HS>(sv, rows + 2 * C, 3 * C, k0, T);
+  load_queries(0, k0);
+  cp_async_commit();
+  float acc_k[HS / 8][4] = {}, acc_v[HS / 8][4] = {};
+  for (int tile = 0; tile < tiles; tile++) {
+    const int now = tile % 2;
+    const size_t q0 = k0 + size_t(tile) * TILE;
+    if (tile + 1 < tiles) load_queries(1 - now, q0 + TILE);
+    cp_async_commit();
+    cp_async_wait<1>();
+    __syncthreads();
+    float a[TILE / 8][4] = {}, da[TILE / 8][4] = {};
+#pragma unroll
+    for (int c = 0; c < HS / 16; c++) {
+      unsigned left[4];
+      load_left<HS>(left, sk + warp * 16 * TILE_LD<HS>, c, lane);
+      product_nt<HS>(a, left, sq + now * SIZE, c, lane);
+      load_left<HS>(left, sv + warp * 16 * TILE_LD<HS>, c, lane);
+      product_nt<HS>(da, left, sd + now * SIZE, c, lane);
+    }
+#pragma unroll
+    for (int n = 0; n < TILE / 8; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int column = n * 8 + t * 2 + i % 2, row = warp * 16 + g + i / 2 * 8;
+        const bool live = (tile > 0 || row <= column) && q0 + column < T;
+        const float* of_query = statistics + now * FLASH_THREADS + column;
+        a[n][i] = live ? exp2f((a[n][i] * scale - of_query[0]) * LOG2_E) : 0.0f;
+        da[n][i] = a[n][i] * (da[n][i] - of_query[TILE]);
+      }
+    product_nn<HS>(acc_v, a, sd + now * SIZE, lane);
+    product_nn<HS>(acc_k, da, sq + now * SIZE, lane);
+    __syncthreads();
+  }
+  bf16* out = dqkv + b * T * 3 * C + head * HS;
+  store_tile<HS>(out + C, 3 * C, k0 + warp * 16, T, acc_k, scale, scale, lane);
+  store_tile<HS>(out + 2 * C, 3 * C, k0 + warp * 16, T, acc_v, 1, 1, lane);
+}
+
+// Calls f with the head size as a compile-time constant and returns true, or returns false: take the plain way.
+template <class F>
+bool with_tensor_cores(size_t HS, F f) {
+  switch (HS) {
+    case 16: f(std::integral_constant<int, 16>()); return true;
+    case 32: f(std::integral_constant<int, 32>()); return true;
+    case 48: f(std::integral_constant<int, 48>()); return true;
+    case 64: f(std::integral_constant<int, 64>()); return true;
+    case 80: f(std::integral_constant<int, 80>()); return true;
+    case 96: f(std::integral_constant<int, 96>()); return true;
+    case 112: f(std::integral_constant<int, 112>()); return true;
+    case 128: f(std::integral_constant<int, 128>()); return true;
+    default: return false;
+  }
+}
+inline void check_head_size(size_t HS) {
+  if (HS > MAX_HEAD_SIZE)
+    fatal(EXIT_ERROR, "head size %zu: attention on the GPU goes up to %zu", HS, MAX_HEAD_SIZE);
+}
+
+template <class floatX>
+void attention_forward(floatX* att,        // (B,T,C)
+                       float* lse,         // (B,NH,T)
+                       const floatX* qkv,  // (B,T,3C): Q's heads, K's heads, V's heads
+                       size_t B, size_t T, size_t C, size_t NH) {
+  NVTX_RANGE();
+  const size_t HS = C / NH;
+  const float scale = 1 / std::sqrt(float(HS));
+  check_head_size(HS);
+  if constexpr (std::is_same<floatX, bf16>::value)
+    if (with_tensor_cores(HS, [&](auto head_size) {
+          constexpr int N = decltype(head_size)::value;
+          launch(attention_forward_kernel<N>, dim3(ceil_div(T, TILE), unsigned(NH), unsigned(B)), FLASH_THREADS,
+                 5 * TILE_BYTES<N>, device.stream, att, lse, qkv, T, C, scale);
+        }))
+      return;
+  launch(attention_forward_plain_kernel<floatX>, dim3(ceil_div(T, PLAIN), unsigned(NH), unsigned(B)),
+         dim3(PLAIN, PLAIN), 0, device.stream, att, lse, qkv, T, C, HS, scale);
+}
+
+// forward: att_t = sum_u a_tu v_u, a_t = softmax(score_t), score_tu = scale q_t . k_u
+//   da_tu = datt_t . v_u      delta_t = sum_u a_tu da_tu = datt_t . att_t      dscore_tu = a_tu (da_tu -
+//   delta_t)
+//   dv_u = sum_t a_tu datt_t      dq_t = scale sum_u dscore_tu k_u      dk_u = scale sum_t dscore_tu q_t
+template <class floatX>
+void attention_backward(floatX* dqkv,                        // (B,T,3C)
+                        float* delta,                        // workspace (B,NH,T)
+                        const floatX* datt,                  // (B,T,C)
+                        const floatX* qkv,                   // (B,T,3C)
+                        const floatX* att, const float* lse,  // (B,T,C), (B,NH,T)
+                        size_t B, size_t T, size_t C, size_t NH) {
+  NVTX_RANGE();
+  const size_t HS = C / NH;
+  const float scale = 1 / std::sqrt(float(HS));
+  check_head_size(HS);
+  launch(attention_delta_kernel<floatX>, ceil_div(B * T * NH, 4), 128, 0, device.stream, delta, datt, att, B, T,
+         C, NH);
+  if constexpr (std::is_same<floatX, bf16>::value)
+    if (with_tensor_cores(HS, [&](auto head_size) {
+          constexpr int N = decltype(head_size)::value;
+          const dim3 grid(ceil_div(T, TILE), unsigned(NH), unsigned(B));
+          launch(attention_backward_q_kernel<N>, grid, FLASH_THREADS, 6 * TILE_BYTES<N>, device.stream, dqkv,
+                 datt, qkv, lse, delta, T, C, scale);
+          launch(attention_backward_kv_kernel<N>, grid, FLASH_THREADS,
+                 6 * TILE_BYTES<N> + 2 * FLASH_THREADS * sizeof(float), device.stream, dqkv, datt, qkv, lse,
+                 delta, T, C, scale);
+        }))
+      return;
+  const dim3 grid(ceil_div(T, PLAIN), unsigned(NH), unsigned(B)), block(PLAIN, PLAIN);
+  launch(attention_backward_q_plain_kernel<floatX>, grid, block, 0, device.stream, dqkv, datt, qkv, lse, delta,
+         T, C, HS, scale);
+  launch(attention_backward_kv_plain_kernel<floatX>, grid, block, 0, device.stream, dqkv, datt, qkv, lse, delta,
+         T, C, HS, scale);
+}
+
+// ---- SwiGLU --------------------------------------------------------------------------------------------
+
+// One thread per eight numbers; n is a multiple of 8.
+template <class floatX>
+__global__ void swiglu_forward_kernel(floatX* act, const floatX* gate, const floatX* up, size_t n) {
+  const size_t i = (blockIdx.x * size_t(blockDim.x) + threadIdx.x) * 8;
+  if (i >= n) return;
+  float g[8], u[8];
+  load8(g, gate + i), load8(u, up + i);
+  for (int k = 0; k < 8; k++) u[k] *= g[k] / (1 + __expf(-g[k]));
+  store8(act + i, u);
+}
+// act = silu(gate) * up, silu(x) = x sigmoid(x)
+template <class floatX>
+void swiglu_forward(floatX* act,                            // (n)
+                    const floatX* gate, const floatX* up,   // (n)
+                    size_t n) {
+  NVTX_RANGE();
+  launch(swiglu_forward_kernel<floatX>, ceil_div(n / 8, 256), 256, 0, device.stream, act, gate, up, n);
+}
+
+template <class floatX>
+__global__ void swiglu_backward_kernel(floatX* dgate, floatX* dup, floatX* act, const floatX* dact,
+                                       const floatX* gate, const floatX* up, size_t n) {
+  const size_t i = (blockIdx.x * size_t(blockDim.x) + threadIdx.x) * 8;
+  if (i >= n) return;
+  float g[8], u[8], d[8];
+  load8(g, gate + i), load8(u, up + i), load8(d, dact + i);
+  for (int k = 0; k < 8; k++) {
+    const float sigmoid = 1 / (1 + __expf(-g[k])), silu = g[k] * sigmoid, dk = d[k];
+    d[k] = silu * u[k];
+    g[k] = dk * u[k] * sigmoid * (1 + g[k] * (1 - sigmoid));
+    u[k] = dk * silu;
+  }
+  store8(dgate + i, g), store8(dup + i, u), store8(act + i, d);
+}
+// forward: act = g sigmoid(g) up       dup = dact silu(g)      dg = dact up sigmoid(g) (1 + g (1 - sigmoid(g)))
+// act, which w_down's gradient needs and nobody kept, comes along. Outputs may take the place of inputs.
+template <class floatX>
+void swiglu_backward(floatX* dgate, floatX* dup, floatX* act,  // (n)
+                     const floatX* dact,                       // (n)
+                     const floatX* gate, const floatX* up,     // (n)
+                     size_t n) {
+  NVTX_RANGE();
+  launch(swiglu_backward_kernel<floatX>, ceil_div(n / 8, 256), 256, 0, device.stream, dgate, dup, act, dact,
+         gate, up, n);
+}
+
+// ---- classifier: tied head and softmax cross-entropy ---------------------------------------------------
+
+// One block of 512 threads per row: loss, guess, and (if gradients) dlogits in the place of the logits. The
+// first visit is an online softmax; the second finds the row in the L2 cache. Padding columns V .. Vp-1 take no
+// part and become zero.
+constexpr int CROSS_ENTROPY_THREADS = 512;
+template <class floatX>
+__global__ void cross_entropy_kernel(float* losses, int* guesses, floatX* logits, const int* targets,
+                                     float dloss, bool gradients, size_t V, size_t Vp) {
+  constexpr int WARPS = CROSS_ENTROPY_THREADS / 32;
+  __shared__ float tops[WARPS], sums[WARPS];
+  __shared__ int bests[WARPS];
+  const size_t row = blockIdx.x, target = size_t(targets[row]);
+  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  floatX* z = logits + row * Vp;
+  const float target_logit = to_float(z[target]);  // read by all before the first barrier, overwritten after it
+  float top = -INFINITY, sum = 0, v[8];
+  int best = INT32_MAX;
+  for (size_t i = threadIdx.x * 8; i < V; i += CROSS_ENTROPY_THREADS * 8) {
+    load8(v, z + i);
+    float new_top = top;
+    for (int k = 0; k < 8; k++) {
+      if (i + k >= V) v[k] = -INFINITY;
+      if (v[k] > new_top) new_top = v[k], best = int(i) + k;
+    }
+    if (new_top > top) sum *= __expf(top - new_top), top = new_top;
+    if (top > -INFINITY)
+      for (int k = 0; k < 8; k++) sum += __expf(v[k] - top);
+  }
+  // Combine the warp's pairs (top, sum), then the block's; of equal tops the lowest number wins.
+  const float warp_top = warp_max(top);
+  sum = warp_sum(top > -INFINITY ? sum * __expf(top - warp_top) : 0.0f);
+  best = __reduce_min_sync(ALL_LANES, top == warp_top ? best : INT32_MAX);
+  if (lane == 0) tops[warp] = warp_top, sums[warp] = sum, bests[warp] = best;
+  __syncthreads();
+  top = lane < WARPS ? tops[lane] : -INFINITY, sum = lane < WARPS ? sums[lane] : 0.0f;
+  best = lane < WARPS ? bests[lane] : INT32_MAX;
+  const float row_top = warp_max(top);
+  best = __reduce_min_sync(ALL_LANES, top == row_top ? best : INT32_MAX);
+  sum = warp_sum(top > -INFINITY ? sum * __expf(top - row_top) : 0.0f);
+  if (threadIdx.x == 0) {
+    losses[row] = logf(sum) - (target_logit - row_top);  // the difference first: large logits lose digits
+    if (guesses) guesses[row] = best;
+  }
+  if (!gradients) return;
+  const float scale = dloss / sum;
+  for (size_t i = threadIdx.x * 8; i < Vp; i += CROSS_ENTROPY_THREADS * 8) {
+    load8(v, z + i);
+    for (int k = 0; k < 8; k++) {
+      v[k] = i + k < V ? __expf(v[k] - row_top) * scale : 0.0f;
+      if (i + k == target) v[k] -= dloss;
+    }
+    store8(z + i, v);
+  }
+}
+
+// logits = x wte^T over the V real tokens, loss = -log softmax(logits)[target], a chunk of rows at a time: its
+// losses and, if dx is given, its gradients, before the next chunk overwrites the buffer.
+//   dlogits = (softmax(logits) - onehot(target)) dloss      dx = dlogits wte      dwte += dlogits^T x
+template <class floatX>
+void classifier(float* losses,        // (BT), nats
+                int* guesses,         // (BT): the most likely next token; or null
+                floatX* dx,           // (BT,C); null: no gradients
+                float* dwte,          // (Vp,C)
+                const floatX* x,      // (BT,C)
+                const floatX* wte,    // (Vp,C); rows V .. Vp-1 are zero
+                const int* targets,   // (BT)
+                float dloss,          // gradient of every token's loss: 1 / tokens in the step
+                floatX* logits,       // workspace (chunk_rows,Vp)
+                size_t chunk_rows, size_t BT, size_t C, size_t V, size_t Vp) {
+  NVTX_RANGE();
+  for (size_t row0 = 0; row0 < BT; row0 += chunk_rows) {
+    const size_t rows = std::min(chunk_rows, BT - row0);
+    matmul_forward(logits, x + row0 * C, wte, rows, C, Vp, Vp);
+    launch(cross_entropy_kernel<floatX>, unsigned(rows), CROSS_ENTROPY_THREADS, 0, device.stream, losses + row0,
+           guesses ? guesses + row0 : nullptr, logits, targets + row0, dloss, dx != nullptr, V, Vp);
+    if (!dx) continue;
+    matmul_backward_input(dx + row0 * C, logits, wte, rows, C, Vp, Vp);
+    matmul_backward_weight(dwte, logits, x + row0 * C, rows, C, Vp, Vp);
+  }
+}
+
+// ---- the model -----------------------------------------------------------------------------------------
+
+template <class floatX>
+struct Activations {
+  // Kept from forward to backward.
+  floatX* stream;        // (2L+1, B,T,C): embedding, then the partial after each sublayer
+  float* rstd;           // (2L+1, B,T): 1 / rms of each slot
+  float* p;              // (routes, B,T,ldp): the routes' weights; ldp is the most sources of any site
+  floatX *qkv, *att;     // (L, B,T,3C) after rope, (L, B,T,C)
+  float* lse;            // (L, B,NH,T)
+  floatX *gate, *up;  // (L, B,T,F); with --recompute (1, B,T,F). The backward turns them into their gradients
+  // Recomputed where needed, one site at a time.
+  floatX* x;             // (R, B,T,C) normalised mixes: what the sublayer reads
+  floatX* act;           // (B,T,F); in the backward dact, then act again
+  floatX* logits;        // (chunk_rows,Vp)
+  float* losses;         // (B,T)
+  // Gradients. The bank lives through the whole backward, dh and delta until their block is done.
+  floatX* dbank;         // (N+1, B,T,C): embedding, blocks
+  floatX* dh;            // (routes of a block, B,T,C): dx of a site's inputs, then dh of its routes
+  float* delta;          // (routes of a block, B,T): dh . h
+  floatX *dqkv, *datt;   // (B,T,3C), (B,T,C)
+  float* attention_delta;  // (B,NH,T)
+  // What a step needs besides.
+  float *w, *dw;         // (routes,C): query * gain, and its gradient
+  float* rows;           // (TOKEN_BLOCKS, MAX_ROUTE_LIST, C): sums over tokens, stage one; at least Vp numbers
+  double* norm_sums;     // (NORM_BLOCKS)
+  int *tokens, *targets, *guesses;  // (B,T)
+  int* sorted_tokens;    // (3 B,T + 1): positions, starts, ids
+  float2* rope_angles;   // (T,HS/2)
+  Fold* folds;           // (routes)
+};
+
+template <class floatX>
+struct Model {
+  Config config;
+  size_t B = 0, T = 0;  // largest batch and context that the buffers hold
+  bool recompute = false;
+  Tensors<float> params, grads, adam_m, adam_v;  // each one allocation, in the order of the tensor table
+  Tensors<floatX> weights;  // of the matrices, rounded: what products read; float: params itself
+  size_t num_elements = 0;                       // of each of the four, padding rows of wte included
+  size_t num_weights = 0;                        // elements of the rounded copies, 0 for float
+  size_t chunk_rows = 0;                         // rows that the classifier works on at a time
+  Activations<floatX> acts = {};
+};
+
+// Sites and routes are numbered in the order of the forward. The first site has one source, hence no routing:
+// there its number of inputs is 1 and its routes are skipped.
+inline size_t route_number(const Config& c, size_t site) {
+  size_t n = 0;
+  for (size_t i = 0; i < site; i++) n += num_routes(c, i);
+  return n;
+}
+inline size_t total_routes(const Config& c) { return route_number(c, c.sublayers() + 1); }
+// The most routes whose gradients wait for the end of a block, the output site's among them.
+inline size_t most_routes_of_a_block(const Config& c) {
+  size_t most = 1;
+  for (size_t first = 0; first < c.sublayers(); first += c.S) {
+    const size_t end = std::min(first + c.S, c.sublayers());
+    most = std::max(most, route_number(c, end + (end == c.sublayers())) - route_number(c, first));
+  }
+  return most;
+}
+
+// Logits are the largest array of all; this many rows of them exist at a time. Fewer, larger chunks mean fewer
+// visits to dwte: 2^28 numbers make those 4% of the classifier's time at the paper's sizes.
+inline size_t classifier_rows(const Config& c, size_t BT) {
+  const size_t rows = std::max<size_t>(128, (size_t(1) << 28) / c.Vp() / 128 * 128);
+  return std::min(rows, BT);
+}
+
+// Calls visit(group, name, pointer, elements) for every buffer but the families of parameters: allocation and
+// memory table.
+template <class floatX, class Visit>
+void for_each_activation(Activations<floatX>& a, const Config& c, size_t B, size_t T, bool recompute,
+                         size_t chunk_rows, Visit visit) {
+  const size_t BT = B * T, BTC = BT * c.C, routes = total_routes(c), waiting = most_routes_of_a_block(c);
+  const size_t gates = (recompute ? 1 : c.L) * BT * c.F;
+  visit("sources", "stream", a.stream, (c.sublayers() + 1) * BTC);
+  visit("sources", "stream rstd", a.rstd, (c.sublayers() + 1) * BT);
+  visit("sources", "route weights", a.p, routes * BT * c.max_sources());
+  visit("activations", "qkv", a.qkv, c.L * 3 * BTC);
+  visit("activations", "attention output", a.att, c.L * BTC);
+  visit("activations", "attention lse", a.lse, c.L * c.NH * BT);
+  visit("activations", "gate", a.gate, gates);
+  visit("activations", "up", a.up, gates);
+  visit("activations", "normalised mixes", a.x, (c.two_routes() ? 2 : 1) * BTC);
+  visit("activations", "act", a.act, BT * c.F);
+  visit("activations", "logits chunk", a.logits, chunk_rows * c.Vp());
+  visit("activations", "losses", a.losses, BT);
+  visit("their gradients", "d bank", a.dbank, (bank_index(c, c.sublayers()) + 1) * BTC);
+  visit("their gradients", "d mixes of a block", a.dh, waiting * BTC);
+  visit("their gradients", "delta of a block", a.delta, waiting * BT);
+  visit("their gradients", "d qkv", a.dqkv, 3 * BTC);
+  visit("their gradients", "d attention output", a.datt, BTC);
+  visit("their gradients", "attention delta", a.attention_delta, c.NH * BT);
+  visit("workspace", "route queries times gains", a.w, routes * c.C);
+  visit("workspace", "their gradients", a.dw, routes * c.C);
+  visit("workspace", "sums over tokens", a.rows, std::max(TOKEN_BLOCKS * MAX_ROUTE_LIST * c.C, c.Vp()));
+  visit("workspace", "norm sums", a.norm_sums, NORM_BLOCKS);
+  visit("workspace", "tokens", a.tokens, BT);
+  visit("workspace", "targets", a.targets, BT);
+  visit("workspace", "guesses", a.guesses, BT);
+  visit("workspace", "sorted tokens", a.sorted_tokens, 3 * BT + 1);
+  visit("workspace", "rope angles", a.rope_angles, T * c.HS() / 2);
+  visit("workspace", "fold table", a.folds, routes);
+}
+
+// What the kernels cannot do, said before anything is allocated.
+inline void check_config(const Config& c) {
+  if (c.C % 8 != 0 || c.C > MAX_ROUTE_WIDTH)
+    fatal(EXIT_USAGE, "--width %zu: on the GPU a multiple of 8, at most %zu", c.C, MAX_ROUTE_WIDTH);
+  if (c.F % 8 != 0) fatal(EXIT_USAGE, "--ffn %zu: on the GPU a multiple of 8", c.F);
+  if (c.HS() > MAX_HEAD_SIZE)
+    fatal(EXIT_USAGE, "--heads %zu: head size %zu; on the GPU at most %zu", c.NH, c.HS(), MAX_HEAD_SIZE);
+}
+
+inline void allocate_tensors(Tensors<float>& tensors, const Config& config, const char* family) {
+  size_t total = 0;
+  for (const TensorSpec& t : tensor_table(config)) total += t.size();
+  float* next = device_array<float>(total, family);
+  for (const TensorSpec& t : tensor_table(config))
+    if (t.present) tensors.tensor(t.id) = next, next += t.size();
+}
+
+template <class floatX>
+__global__ void round_kernel(floatX* out, const float* in, size_t n) {
+  const size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x;
+  if (i < n) out[i] = from_float<floatX>(in[i]);
+}
+// After the parameters have come from elsewhere: whatever is derived from them.
+template <class floatX>
+void model_refresh(Model<floatX>& m) {
+  for (const TensorSpec& t : tensor_table(m.config))
+    if (t.decay && m.num_weights > 0)
+      launch(round_kernel<floatX>, ceil_div(t.size(), 256), 256, 0, device.stream, m.weights.tensor(t.id),
+             m.params.tensor(t.id), t.size());
+  if (m.config.has_routes()) fold_gain(m.acts.w, m.acts.folds, total_routes(m.config), m.config.C);
+}
+
+template <class floatX>
+void init_params(Model<floatX>& m, uint64_t seed) {
+  const Config& c = m.config;
+  for (const TensorSpec& t : tensor_table(c)) {
+    const double std = t.init == Init::normal ? 0.02 : 0.02 / std::sqrt(2.0 * double(c.L));
+    const bool random = t.init == Init::normal || t.init == Init::normal_residual;
+    const size_t used = t.id == TENSOR_wte ? c.V * c.C : t.size();  // the padding rows stay zero
+    std::vector<float> w(t.size());
+    // Every number is a pure function of (seed, tensor, index): the CPU trainer starts from the same ones.
+    for (size_t i = 0; i < w.size(); i++)
+      w[i] = !random    ? float(t.init == Init::one)
+             : i < used ? float(std * normal(seed, STREAM_INIT + t.id, i))
+                        : 0.0f;
+    upload(m.params.tensor(t.id), w.data(), w.size());
+  }
+}
+
+// The queries and gains that each route is folded from.
+template <class floatX>
+std::vector<Fold> fold_table(Model<floatX>& m) {
+  const Config& c = m.config;
+  const Tensors<float>&w = m.params, &d = m.grads;
+  std::vector<Fold> folds;
+  for (size_t i = 0; c.has_routes() && i < c.sublayers(); i++) {
+    const size_t layer = i / 2 * c.C;  // offset of this layer in an (L,C) tensor
+    if (i % 2 == 1) {
+      folds.push_back(
+          {w.mlp_route + layer, w.mlp_route_gain + layer, d.mlp_route + layer, d.mlp_route_gain + layer});
+      continue;
+    }
+    const float *query = w.attn_route_qk + layer, *gain = w.attn_route_gain + layer;
+    float* dgain = d.attn_route_gain + layer;
+    folds.push_back({query, gain, d.attn_route_qk + layer, dgain});
+    if (!c.two_routes()) continue;
+    if (c.has_v_query()) folds.push_back({w.attn_route_v + layer, gain, d.attn_route_v + layer, dgain});
+    else folds.push_back({c.arch == Arch::tied ? query : nullptr, gain, nullptr, nullptr});
+  }
+  if (c.has_routes()) folds.push_back({w.out_route, w.out_route_gain, d.out_route, d.out_route_gain});
+  return folds;
+}
+
+template <class floatX>
+void model_create(Model<floatX>& m, const Config& config, size_t B, size_t T, uint64_t seed,
+                  bool recompute = false) {
+  NVTX_RANGE();
+  check_config(config);
+  device_open();
+  m.config = config, m.B = B, m.T = T, m.recompute = recompute;
+  for (const TensorSpec& t : tensor_table(config)) m.num_elements += t.size();
+  allocate_tensors(m.params, config, "parameters");
+  allocate_tensors(m.grads, config, "gradients");
+  allocate_tensors(m.adam_m, config, "first moments");
+  allocate_tensors(m.adam_v, config, "second moments");
+  for (Tensors<float>* family : {&m.grads, &m.adam_m, &m.adam_v}) zero(family->wte, m.num_elements);
+  if constexpr (std::is_same<floatX, float>::value) m.weights = m.params;
+  else {
+    for (const TensorSpec& t : tensor_table(config)) m.num_weights += t.decay ? t.size() : 0;
+    floatX* next = device_array<floatX>(m.num_weights, "bf16 copies of the matrices");
+    for (const TensorSpec& t : tensor_table(config))
+      if (t.decay) m.weights.tensor(t.id) = next, next += t.size();
+  }
+  if (m.chunk_rows == 0) m.chunk_rows = classifier_rows(config, B * T);
+  const char* hint = recompute ? "lower --batch" : "lower --batch, or add --recompute";
+  for_each_activation(m.acts, config, B, T, recompute, m.chunk_rows,
+                      [&](const char*, const char* name, auto*& pointer, size_t n) {
+                        pointer = device_array<std::remove_reference_t<decltype(*pointer)>>(n, name, hint);
+                      });
+  const std::vector<float> angles = rope_angles(T, config.HS());
+  upload(reinterpret_cast<float*>(m.acts.rope_angles), angles.data(), angles.size());
+  const std::vector<Fold> folds = fold_table(m);
+  upload(m.acts.folds, folds.data(), folds.size());
+  init_params(m, seed);
+  model_refresh(m);
+}
+
+template <class floatX>
+void model_free(Model<floatX>& m) {
+  for (Tensors<float>* family : {&m.params, &m.grads, &m.adam_m, &m.adam_v}) CUDA_CHECK(cudaFree(family->wte));
+  if (m.num_weights > 0) CUDA_CHECK(cudaFree(m.weights.wte));
+  for_each_activation(m.acts, m.config, m.B, m.T, m.recompute, m.chunk_rows,
+                      [](const char*, const char*, auto*& pointer, size_t) { CUDA_CHECK(cudaFree(pointer)); });
+  m = Model<floatX>();
+}
+
+// What one site reads: its sources and the parameters of its routes.
+template <class floatX>
+struct Site {
+  size_t i, R, route;       // R = 0: one source, read as it is; route: number of its first route
+  Sources<floatX> sources;  // the last is slot i
+  float* p;                 // (R,BT,ldp)
+  const float *w, *norm;    // (R,C), (C)
+  float* dnorm;             // (C)
+  bool average;             // one input from two routes
+  size_t inputs;            // how many different x the sublayer reads: x_qk and x_v, or one for both
+};
+template <class floatX>
+Site<floatX> site_at(const Model<floatX>& m, size_t i, size_t BT) {
+  const Config& c = m.config;
+  const Activations<floatX>& a = m.acts;
+  Site<floatX> site = {};
+  site.i = i, site.R = i == 0 ? 0 : num_routes(c, i), site.route = route_number(c, i);
+  site.sources = {a.stream, a.rstd, c.S, i};
+  site.p = a.p + site.route * BT * c.max_sources(), site.w = a.w + site.route * c.C;
+  site.average = c.arch == Arch::average && site.R == 2;
+  site.inputs = site.R == 2 && !site.average ? 2 : 1;
+  const Tensors<float>&w = m.params, &d = m.grads;
+  const size_t layer = i / 2 * c.C;
+  if (i == c.sublayers()) site.norm = w.final_norm, site.dnorm = d.final_norm;
+  else if (i % 2 == 1) site.norm = w.mlp_norm + layer, site.dnorm = d.mlp_norm + layer;
+  else site.norm = w.attn_norm + layer, site.dnorm = d.attn_norm + layer;
+  return site;
+}
+
+// Reads the sources through the site's routes and normalises: acts.x.
+template <class floatX>
+void read_sources(Model<floatX>& m, const Site<floatX>& site, size_t BT) {
+  const Config& c = m.config;
+  const Activations<floatX>& a = m.acts;
+  if (site.R == 0)
+    rmsnorm_forward(a.x, a.rstd + site.i * BT, a.stream + site.i * BT * c.C, site.norm, BT, c.C);
+  else
+    route_forward(a.x, site.p, site.sources, site.w, site.norm, site.average, BT, c.C, c.max_sources(), site.R);
+}
+
+// What a sublayer's output is added to on its way into slot i + 1: the running partial, or nothing at a block's
+// start.
+template <class floatX>
+const floatX* partial_before(const Model<floatX>& m, size_t i, size_t BT) {
+  return i % m.config.S != 0 || !m.config.has_routes() ? m.acts.stream + i * BT * m.config.C : nullptr;
+}
+
+// The two products of the feed-forward that are recomputed, not kept, with --recompute.
+template <class floatX>
+void gate_and_up(Model<floatX>& m, size_t l, size_t BT) {
+  const Config& c = m.config;
+  const Activations<floatX>& a = m.acts;
+  const size_t kept = (m.recompute ? 0 : l) * BT * c.F;
+  matmul_forward(a.gate + kept, a.x, m.weights.w_gate + l * c.F * c.C, BT, c.C, c.F, c.F);
+  matmul_forward(a.up + kept, a.x, m.weights.w_up + l * c.F * c.C, BT, c.C, c.F, c.F);
+}
+
+// tokens (B,T), on the host. Leaves what the head reads, final_norm * rmsnorm(h_out), in acts.x.
+template <class floatX>
+void model_forward(Model<floatX>& m, const int* tokens, size_t B, size_t T) {
+  NVTX_RANGE();
+  const Config& c = m.config;
+  const Tensors<floatX>& w = m.weights;
+  const Activations<floatX>& a = m.acts;
+  const size_t C = c.C, F = c.F, BT = B * T;
+
+  upload(a.tokens, tokens, BT);
+  embedding_forward(a.stream, a.tokens, w.wte, BT, C);
+  for (size_t l = 0; l < c.L; l++) {
+    {  // attention: sublayer 2l
+      const Site<floatX> site = site_at(m, 2 * l, BT);
+      const floatX *x_qk = a.x, *x_v = a.x + (site.inputs - 1) * BT * C;
+      floatX *qkv = a.qkv + l * BT * 3 * C, *att = a.att + l * BT * C;
+      read_sources(m, site, BT);
+      matmul_forward(qkv, x_qk, w.wqk + l * 2 * C * C, BT, C, 2 * C, 3 * C);
+      matmul_forward(qkv + 2 * C, x_v, w.wv + l * C * C, BT, C, C, 3 * C);
+      rope_forward(qkv, a.rope_angles, B, T, C, c.NH);
+      attention_forward(att, a.lse + l * c.NH * BT, qkv, B, T, C, c.NH);
+      matmul_forward(a.stream + (2 * l + 1) * BT * C, att, w.wo + l * C * C, BT, C, C, C,
+                     partial_before(m, 2 * l, BT));
+    }
+    {  // feed-forward: sublayer 2l + 1
+      const size_t kept = (m.recompute ? 0 : l) * BT * F;
+      read_sources(m, site_at(m, 2 * l + 1, BT), BT);
+      gate_and_up(m, l, BT);
+      swiglu_forward(a.act, a.gate + kept, a.up + kept, BT * F);
+      matmul_forward(a.stream + (2 * l + 2) * BT * C, a.act, w.w_down + l * C * F, BT, F, C, C,
+                     partial_before(m, 2 * l + 1, BT));
+    }
+  }
+  read_sources(m, site_at(m, c.sublayers(), BT), BT);
+}
+
+// Backward of read_sources: takes dx of each input, in the free places of acts.dh, and leaves acts.x as the
+// forward had it. Routes whose shares of the finished sources are still owed are listed in `waiting`, in the
+// order of acts.dh.
+template <class floatX>
+void read_sources_backward(Model<floatX>& m, const Site<floatX>& site, std::vector<int>& waiting, size_t BT) {
+  const Config& c = m.config;
+  const Activations<floatX>& a = m.acts;
+  const size_t C = c.C, last = c.sublayers();
+  floatX* dh = a.dh + waiting.size() * BT * C;
+  if (site.R == 0) {
+    // One source: x again, then the norm's backward straight into that source's gradient. In a residual network
+    // it is the running sum's, which starts at the head; else the embedding's, which nobody has started if
+    // there is one block only.
+    const bool first = c.has_routes() ? c.blocks() == 1 : site.i == last;
+    read_sources(m, site, BT);
+    rmsnorm_backward(a.dbank, site.dnorm, dh, a.stream + site.i * BT * C, a.rstd + site.i * BT, site.norm,
+                     first, a.rows, BT, C);
+    return;
+  }
+  // tied: both inputs are one function of one query, so their gradients have met in dx already, as in `block`.
+  const size_t R = c.arch == Arch::tied ? 1 : site.R;
+  float* delta = a.delta + waiting.size() * BT;
+  RouteList routes;
+  for (size_t r = 0; r < R; r++) {
+    routes.number[routes.count++] = int(site.route + r);
+    waiting.push_back(int(site.route + r));
+  }
+  // The last slot counts as a running partial for the head, although its block may be complete.
+  const bool has_partial = site.i % c.S != 0 || site.i == last;
+  floatX* dpartial = has_partial ? a.dbank + bank_index(c, site.i) * BT * C : nullptr;
+  route_backward(dh, a.x, delta, dpartial, site.dnorm, a.dw, site.sources, site.p, site.w, site.norm, routes,
+                 site.average, site.i == last, a.rows, BT, C, c.max_sources());
+}
+
+// After model_forward and classifier, which left the head's gradient in acts.dh. Adds to m.grads.
+//
+// Every slot of one block shares one gradient buffer of the bank. Walking back through a block, that buffer is
+// the gradient of the running partial: partial_after = partial_before + o, so it is also the gradient of o, and
+// the routes that read partial_before add to it at once. What they owe to the finished sources they pay
+// together, when the block is done.
+template <class floatX>
+void model_backward(Model<floatX>& m, size_t B, size_t T, const TokenBuckets& buckets) {
+  NVTX_RANGE();
+  const Config& c = m.config;
+  const Tensors<floatX>& w = m.weights;
+  const Tensors<float>& d = m.grads;
+  const Activations<floatX>& a = m.acts;
+  const size_t C = c.C, F = c.F, BT = B * T;
+  std::vector<int> waiting;
+  const auto dx = [&] { return a.dh + waiting.size() * BT * C; };
+  // Gradient of the running partial after sublayer i, which is the gradient of the sublayer's output too
+  const auto dpartial = [&](size_t i) { return a.dbank + bank_index(c, i + 1) * BT * C; };
+  const auto end_block = [&](size_t i) {  // after the backward of sublayer i, if a block starts there
+    if (i % c.S != 0 || waiting.empty()) return;
+    // The first visit, by the last block, overwrites. With one block, the first site has started the
+    // embedding's gradient.
+    const bool first = i / c.S + 1 == c.blocks() && c.blocks() > 1;
+    route_backward_bank(a.dbank, a.dw, a.dh, a.delta, site_at(m, i, BT).sources, a.p, a.w, waiting, first,
+                        a.rows, BT, C, c.max_sources());
+    waiting.clear();
+  };
+
+  if (c.has_routes()) zero(a.dw, total_routes(c) * C);
+  read_sources_backward(m, site_at(m, c.sublayers(), BT), waiting, BT);
+  for (size_t l = c.L; l-- > 0;) {
+    {  // feed-forward: sublayer 2l + 1
+      const Site<floatX> site = site_at(m, 2 * l + 1, BT);
+      const size_t kept = (m.recompute ? 0 : l) * BT * F;
+      floatX *gate = a.gate + kept, *up = a.up + kept;
+      if (m.recompute) read_sources(m, site, BT), gate_and_up(m, l, BT);
+      matmul_backward_input(a.act, dpartial(site.i), w.w_down + l * C * F, BT, F, C, C);  // dact
+      swiglu_backward(gate, up, a.act, a.act, gate, up, BT * F);                      // dgate, dup, act
+      matmul_backward_weight(d.w_down + l * C * F, dpartial(site.i), a.act, BT, F, C, C);
+      matmul_backward_input(dx(), gate, w.w_gate + l * F * C, BT, C, F, F);
+      matmul_backward_input(dx(), up, w.w_up + l * F * C, BT, C, F, F, true);
+      read_sources_backward(m, site, waiting, BT);
+      matmul_backward_weight(d.w_gate + l * F * C, gate, a.x, BT, C, F, F);
+      matmul_backward_weight(d.w_up + l * F * C, up, a.x, BT, C, F, F);
+      end_block(site.i);
+    }
+    {  // attention: sublayer 2l
+      const Site<floatX> site = site_at(m, 2 * l, BT);
+      const bool one_dx = site.inputs == 1 || c.arch == Arch::tied;
+      const floatX *qkv = a.qkv + l * BT * 3 * C, *att = a.att + l * BT * C;
+      const floatX *x_qk = a.x, *x_v = a.x + (one_dx ? 0 : 1) * BT * C;
+      matmul_backward_input(a.datt, dpartial(site.i), w.wo + l * C * C, BT, C, C, C);
+      matmul_backward_weight(d.wo + l * C * C, dpartial(site.i), att, BT, C, C, C);
+      attention_backward(a.dqkv, a.attention_delta, a.datt, qkv, att, a.lse + l * c.NH * BT, B, T, C, c.NH);
+      rope_backward(a.dqkv, a.rope_angles, B, T, C, c.NH);
+      matmul_backward_input(dx(), a.dqkv, w.wqk + l * 2 * C * C, BT, C, 2 * C, 3 * C);
+      matmul_backward_input(dx() + (one_dx ? 0 : 1) * BT * C, a.dqkv + 2 * C, w.wv + l * C * C, BT, C, C, 3 * C,
+                            one_dx);
+      read_sources_backward(m, site, waiting, BT);
+      matmul_backward_weight(d.wqk + l * 2 * C * C, a.dqkv, x_qk, BT, C, 2 * C, 3 * C);
+      matmul_backward_weight(d.wv + l * C * C, a.dqkv + 2 * C, x_v, BT, C, C, 3 * C);
+      end_block(site.i);
+    }
+  }
+  if (c.has_routes()) fold_gain_backward(a.dw, a.folds, total_routes(c), C);
+  embedding_backward(d.wte, a.dbank, buckets, C);
+}
+
+// Mean loss in nats a token. The sum runs in token order in double: the same for any batch shape.
+inline double mean_loss(const float* losses, size_t BT) {
+  double sum = 0;
+  for (size_t bt = 0; bt < BT; bt++) sum += double(losses[bt]);
+  return sum / double(BT);
+}
+
+// Loss of one micro-batch; adds the gradient of (its mean loss / accumulation) to m.grads. tokens and targets
+// (B,T) are on the host.
+template <class floatX>
+double model_loss_and_gradients(Model<floatX>& m, const int* tokens, const int* targets, size_t B, size_t T,
+                                size_t accumulation = 1) {
+  const Config& c = m.config;
+  const Activations<floatX>& a = m.acts;
+  const size_t BT = B * T;
+  std::vector<int> sorted;
+  const size_t distinct = sort_tokens(sorted, tokens, BT, c.V);
+  upload(a.sorted_tokens, sorted.data(), sorted.size());
+  upload(a.targets, targets, BT);
+  model_forward(m, tokens, B, T);
+  classifier(a.losses, nullptr, a.dh, m.grads.wte, a.x, m.weights.wte, a.targets,
+             1 / (float(BT) * float(accumulation)), a.logits, m.chunk_rows, BT, c.C, c.V, c.Vp());
+  model_backward(m, B, T,
+                 {a.sorted_tokens, a.sorted_tokens + BT, a.sorted_tokens + BT + distinct + 1, distinct});
+  std::vector<float> losses(BT);
+  download(losses.data(), a.losses, BT);
+  return mean_loss(losses.data(), BT);
+}
+
+// Losses only, per token in acts.losses; guesses (B,T), or null, gets the most likely next tokens.
+template <class floatX>
+double model_loss(Model<floatX>& m, const int* tokens, const int* targets, size_t B, size_t T,
+                  int* guesses = nullptr, std::vector<float>* token_losses = nullptr) {
+  const Config& c = m.config;
+  const Activations<floatX>& a = m.acts;
+  const size_t BT = B * T;
+  upload(a.targets, targets, BT);
+  model_forward(m, tokens, B, T);
+  floatX* no_gradients = nullptr;
+  classifier(a.losses, a.guesses, no_gradients, nullptr, a.x, m.weights.wte, a.targets, 0, a.logits,
+             m.chunk_rows, BT, c.C, c.V, c.Vp());
+  std::vector<float> losses(BT);
+  download(losses.data(), a.losses, BT);
+  if (guesses) download(guesses, a.guesses, BT);
+  const double mean = mean_loss(losses.data(), BT);
+  if (token_losses) *token_losses = std::move(losses);
+  return mean;
+}
+
+// ---- what the routes do --------------------------------------------------------------------------------
+
+// Adds the last forward's attention routes to the sums in stats: the weight on each source for QK and for V,
+// and the Jensen-Shannon divergence between the two, JS = (KL(p||m) + KL(q||m)) / 2 with m = (p + q) / 2. On
+// the host.
+template <class floatX>
+void add_route_stats(RouteStats& stats, const Model<floatX>& m, size_t BT) {
+  const Config& c = m.config;
+  if (!c.has_routes()) return;
+  stats.qk.resize(c.L), stats.v.resize(c.L), stats.js_nats.resize(c.L);
+  for (size_t l = 0; l < c.L; l++) {
+    const size_t R = num_routes(c, 2 * l), K = c.num_sources(2 * l), ldp = c.max_sources();
+    std::vector<float> p(R * BT * ldp,
+                         1.0f);  // the first site is not routed: its one source has all the weight
+    if (l > 0) download(p.data(), site_at(m, 2 * l, BT).p, p.size());
+    stats.qk[l].resize(K), stats.v[l].resize(R == 2 ? K : 0);
+    for (size_t bt = 0; bt < BT; bt++)
+      for (size_t j = 0; j < K; j++) {
+        const double pj = double(p[bt * ldp + j]), qj = double(p[((R - 1) * BT + bt) * ldp + j]),
+                     mj = (pj + qj) / 2;
+        stats.qk[l][j] += pj;
+        if (R == 2) stats.v[l][j] += qj;
+        if (pj > 0) stats.js_nats[l] += pj * std::log(pj / mj) / 2;
+        if (qj > 0) stats.js_nats[l] += qj * std::log(qj / mj) / 2;
+      }
+  }
+}
+
+// ---- AdamW ---------------------------------------------------------------------------------------------
+
+constexpr double ADAM_BETA1 = 0.9, ADAM_BETA2 = 0.95, ADAM_EPS = 1e-8;
+
+// Sum of squares in two fixed stages, in double: one number per block, then one block adds them in order.
+constexpr unsigned NORM_THREADS = 256;
+__device__ inline double block_sum(double v) {  // thread 0 gets the total
+  __shared__ double sums[NORM_THREADS / 32];
+  for (int o = 16; o > 0; o /= 2) v += __shfl_xor_sync(ALL_LANES, v, o);
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = v;
+  __syncthreads();
+  if (threadIdx.x == 0)
+    for (unsigned w = 1; w < NORM_THREADS / 32; w++) v += sums[w];
+  return v;
+}
+__global__ void square_sums_kernel(double* sums, const float* g, size_t n) {
+  double sum = 0;
+  for (size_t i = blockIdx.x * size_t(NORM_THREADS) + threadIdx.x; i < n;
+       i += size_t(NORM_BLOCKS) * NORM_THREADS)
+    sum += double(g[i]) * double(g[i]);
+  sum = block_sum(sum);
+  if (threadIdx.x == 0) sums[blockIdx.x] = sum;
+}
+__global__ void add_sums_kernel(double* sums) {  // the total takes the first place
+  double sum = 0;
+  for (unsigned i = threadIdx.x; i < NORM_BLOCKS; i += NORM_THREADS) sum += sums[i];
+  sum = block_sum(sum);
+  if (threadIdx.x == 0) sums[0] = sum;
+}
+// Global norm of n gradients. Waits for the GPU: the step's one synchronisation.
+inline double global_norm(const float* g,  // (n)
+                          double* sums,    // workspace (NORM_BLOCKS)
+                          size_t n) {
+  NVTX_RANGE();
+  launch(square_sums_kernel, NORM_BLOCKS, NORM_THREADS, 0, device.stream, sums, g, n);
+  launch(add_sums_kernel, 1, NORM_THREADS, 0, device.stream, sums);
+  double total = 0;
+  download(&total, sums, 1);
+  return std::sqrt(total);
+}
+
+// One thread per number. The working copy that products read is written on the way; null where there is none.
+struct AdamStep { float scale, rate, shrink, correct1, correct2; };
+template <class floatX>
+__global__ void adamw_kernel(float* p, floatX* working, float* m, float* v, const float* g, size_t n,
+                             AdamStep by) {
+  const size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x;
+  if (i >= n) return;
+  constexpr float BETA1 = float(ADAM_BETA1), BETA2 = float(ADAM_BETA2), EPSILON = float(ADAM_EPS);
+  const float grad = by.scale * g[i];
+  const float mean = m[i] = BETA1 * m[i] + (1 - BETA1) * grad;
+  const float square = v[i] = BETA2 * v[i] + (1 - BETA2) * grad * grad;
+  const float updated =
+      p[i] - (by.rate * (mean * by.correct1) / (sqrtf(square * by.correct2) + EPSILON) + by.shrink * p[i]);
+  p[i] = updated;
+  if (working) working[i] = from_float<floatX>(updated);
+}
+// One step for n numbers: m and v are running means of g and g^2, corrected for having started at zero.
+//   p -= lr (mhat / (sqrt(vhat) + eps) + decay p)
+template <class floatX>
+void adamw(float* p, floatX* working, float* m, float* v, const float* g, size_t n, double grad_scale,
+           double lr, double decay, size_t step) {
+  NVTX_RANGE();
+  const AdamStep by = {float(grad_scale), float(lr), float(lr * decay),
+                       float(1 / (1 - std::pow(ADAM_BETA1, double(step)))),
+                       float(1 / (1 - std::pow(ADAM_BETA2, double(step))))};
+  launch(adamw_kernel<floatX>, ceil_div(n, 256), 256, 0, device.stream, p, working, m, v, g, n, by);
+}
+
+// Global norm of all gradients: the whole family is one allocation.
+template <class floatX>
+double grad_norm(const Model<floatX>& m) { return global_norm(m.grads.wte, m.acts.norm_sums, m.num_elements); }
+
+// step counts from 1. Gradients are scaled by grad_scale (clipping) on the way in.
+template <class floatX>
+void model_update(Model<floatX>& m, size_t step, double grad_scale, double lr, double weight_decay,
+                  double query_lr_mult) {
+  NVTX_RANGE();
+  for (const TensorSpec& t : tensor_table(m.config)) {
+    if (!t.present) continue;
+    floatX* working = t.decay && m.num_weights > 0 ? m.weights.tensor(t.id) : nullptr;
+    adamw(m.params.tensor(t.id), working, m.adam_m.tensor(t.id), m.adam_v.tensor(t.id), m.grads.tensor(t.id),
+          t.size(), grad_scale, t.is_query() ? lr * query_lr_mult : lr, t.decay ? weight_decay : 0, step);
+  }
+  if (m.config.has_routes()) fold_gain(m.acts.w, m.acts.folds, total_routes(m.config), m.config.C);
+}
+
+template <class floatX>
+void model_zero_grad(Model<floatX>& m) { zero(m.grads.wte, m.num_elements); }
+
+// Names the first tensor and layer of a family that holds a number that is not finite, or "" if all are.
+inline std::string find_non_finite(const Config& c, Tensors<float>& family) {
+  for (const TensorSpec& t : tensor_table(c)) {
+    std::vector<float> values(t.size());
+    download(values.data(), family.tensor(t.id), values.size());
+    for (size_t i = 0; i < values.size(); i++)
+      if (!std::isfinite(values[i]))
+        return t.per_layer ? format("%s, layer %zu", t.name, i / (t.size() / c.L)) : t.name;
+  }
+  return "";
+}
+
+// Where numbers stopped being finite, for the message that ends the run: a parameter, else the first output of
+// the last forward, else a gradient.
+template <class floatX>
+std::string blame_non_finite(Model<floatX>& m, size_t BT) {
+  const Config& c = m.config;
+  const std::string parameter = find_non_finite(c, m.params);
+  if (!parameter.empty()) return "parameter " + parameter;
+  std::vector<floatX> slot(BT * c.C);
+  for (size_t n = 0; n <= c.sublayers(); n++) {
+    download(slot.data(), m.acts.stream + n * BT * c.C, slot.size());
+    for (floatX value : slot)
+      if (!std::isfinite(float(value))) {
+        if (n == 0) return "the embedding";
+        return format("the output of the %s, layer %zu", n % 2 ? "attention" : "feed-forward", (n - 1) / 2);
+      }
+  }
+  const std::string gradient = find_non_finite(c, m.grads);
+  return gradient.empty() ? "the norm itself, which overflowed" : "gradient of " + gradient;
+}
+
+// ---- checkpoint ----------------------------------------------------------------------------------------
+
+// Parameters as model.<name>, moments as adam_m.<name> and adam_v.<name>: float32, the CPU trainer's files.
+struct Family { const char* prefix; Tensors<float>* tensors; };
+template <class floatX>
+std::vector<Family> checkpoint_families(Model<floatX>& m) {
+  return {{"model.", &m.params}, {"adam_m.", &m.adam_m}, {"adam_v.", &m.adam_v}};
+}
+
+template <class floatX>
+void model_save(Model<floatX>& m, const std::string& path, const std::map<std::string, std::string>& metadata) {
+  std::vector<CheckpointTensor> tensors;
+  for (const Family& family : checkpoint_families(m))
+    for (const TensorSpec& t : tensor_table(m.config)) {
+      if (!t.present) continue;
+      const float* source = family.tensors->tensor(t.id);
+      tensors.push_back(
+          {std::string(family.prefix) + t.name, t.shape,
+           [source](size_t offset, size_t n, float* chunk) { download(chunk, source + offset, n); }});
+    }
+  checkpoint_write(path, metadata, tensors);
+}
+
+// Parameters, and the moments too if `with_moments` (resuming; without: starting from given weights). Ends the
+// program if one is missing or has another shape.
+template <class floatX>
+void model_load(Model<floatX>& m, const Checkpoint& checkpoint, bool with_moments) {
+  for (const Family& family : checkpoint_families(m)) {
+    if (family.tensors != &m.params && !with_moments) continue;
+    for (const TensorSpec& t : tensor_table(m.config)) {
+      if (!t.present) continue;
+      float* target = family.tensors->tensor(t.id);
+      checkpoint.read(
+          std::string(family.prefix) + t.name, t.shape,
+          [target](size_t offset, size_t n, const float* chunk) { upload(target + offset, chunk, n); });
+    }
+  }
+  model_refresh(m);
+}
+
+// ---- validation ----------------------------------------------------------------------------------------
+
+struct Validation {
+  double loss;  // nats a token
+  size_t tokens;
+  RouteStats routes;
+};
+
+// Mean loss over the first max_tokens of a split (whole windows), in order. Touches activations only. The sum
+// runs in token order in double, so the batch size does not show in the result.
+template <class floatX>
+Validation validate(Model<floatX>& m, const TokenData& data, size_t max_tokens) {
+  const size_t T = m.T, windows = std::min(max_tokens / T, data.num_windows(T));
+  std::vector<int> tokens(m.B * T), targets(m.B * T);
+  std::vector<float> losses;
+  Validation result = {};
+  double sum = 0;
+  for (size_t w0 = 0; w0 < windows; w0 += m.B) {
+    const size_t rows = std::min(m.B, windows - w0);
+    for (size_t b = 0; b < rows; b++) data.window(w0 + b, T, &tokens[b * T], &targets[b * T]);
+    model_loss(m, tokens.data(), targets.data(), rows, T, nullptr, &losses);
+    for (float loss : losses) sum += double(loss);
+    add_route_stats(result.routes, m, rows * T);
+  }
+  result.tokens = windows * T;
+  result.loss = sum / double(result.tokens);
+  result.routes.divide(double(result.tokens));
+  return result;
+}
+
+// Marks the questions of held-out stories, one story a row: an answer is right if the most likely next token is
+// right at each of its bytes.
+template <class floatX>
+StoryMarks mark_answers(Model<floatX>& m, size_t num_stories) {
+  const size_t T = m.T;
+  StoryMarks marks;
+  std::vector<int> tokens(m.B * T), targets(m.B * T), guesses(m.B * T);
+  for (size_t n0 = 0; n0 < num_stories; n0 += m.B) {
+    std::vector<Story> stories;
+    for (size_t n = n0; n < std::min(n0 + m.B, num_stories); n++)
+      stories.push_back(tell_story(StorySplit::test, n, T));
+    for (size_t b = 0; b < stories.size(); b++) {
+      std::vector<int> story = stories[b].tokens();
+      story.resize(T + 1, story[0]);  // filled up with end-of-text
+      std::copy(story.begin(), story.end() - 1, &tokens[b * T]);
+      std::copy(story.begin() + 1, story.end(), &targets[b * T]);
+    }
+    model_loss(m, tokens.data(), targets.data(), stories.size(), T, guesses.data());
+    for (size_t b = 0; b < stories.size(); b++)
+      for (const StoryQuestion& question : stories[b].questions) {
+        bool right = true;  // token t is the target of row t - 1
+        for (size_t t = question.begin; t < question.end; t++)
+          right &= guesses[b * T + t - 1] == targets[b * T + t - 1];
+        marks.add(question, right);
+      }
+  }
+  return marks;
+}
+
+// ---- sampling ------------------------------------------------------------------------------------------
+
+// Logits of the token that follows `context` (the last T tokens of it): V numbers.
+template <class floatX>
+void next_token_logits(Model<floatX>& m, const std::vector<int>& context, std::vector<float>& logits) {
+  const Config& c = m.config;
+  const size_t n = std::min(context.size(), m.T);
+  model_forward(m, context.data() + context.size() - n, 1, n);
+  // acts.rows is free between steps, and float32: the sampler sees unrounded logits.
+  float* out = nullptr;
+  matmul(m.acts.rows, c.Vp(), m.acts.x + (n - 1) * c.C, c.C, false, m.weights.wte, c.C, true, 1, c.Vp(), c.C,
+         out);
+  logits.resize(c.V);
+  download(logits.data(), m.acts.rows, c.V);
+}
+
+// Continues `context` by n tokens. Random numbers are a function of (seed, position): no state, none disturbed.
+template <class floatX>
+std::vector<int> generate(Model<floatX>& m, std::vector<int> context, size_t n, double temperature,
+                          size_t top_k, double top_p, uint64_t seed) {
+  std::vector<float> logits;
+  for (size_t i = 0; i < n; i++) {
+    next_token_logits(m, context, logits);
+    const double u = uniform(seed, STREAM_SAMPLE, context.size());
+    context.push_back(sample_token(logits.data(), m.config.V, temperature, top_k, top_p, u));
+  }
+  return context;
+}
+
+// ---- one training step ---------------------------------------------------------------------------------
+
+struct StepResult { double loss, norm; };
+
+// Example numbers position .. position + B * accumulation - 1 of the run's data order, B at a time; clipping;
+// one update. step counts from 1. Stops the program, naming the tensor, before a number that is not finite
+// reaches the parameters.
+template <class floatX>
+StepResult train_step(Model<floatX>& m, const TokenData& data, const Options& o, size_t position, size_t step,
+                      double lr) {
+  NVTX_RANGE();
+  const size_t B = m.B, T = m.T, accumulation = o.total_batch / (B * T);
+  std::vector<int> tokens(B * T), targets(B * T);
+  StepResult result = {0, 0};
+  model_zero_grad(m);
+  for (size_t micro = 0; micro < accumulation; micro++) {
+    for (size_t b = 0; b < B; b++)
+      training_example(data, T, o.seed, position + micro * B + b, &tokens[b * T], &targets[b * T]);
+    result.loss +=
+        model_loss_and_gradients(m, tokens.data(), targets.data(), B, T, accumulation) / double(accumulation);
+  }
+  result.norm = grad_norm(m);
+  if (!std::isfinite(result.loss) || !std::isfinite(result.norm)) {
+    fatal(EXIT_ERROR, "step %zu: loss %g, gradient norm %g, first bad number in %s; expected finite numbers."
+          " No update was made; resume from the last checkpoint, with a lower --lr", step, result.loss,
+          result.norm, blame_non_finite(m, B * T).c_str());
+  }
+  const double scale = o.clip > 0 && result.norm > o.clip ? o.clip / result.norm : 1;
+  model_update(m, step, scale, lr, o.weight_decay, o.query_lr_mult);
+  CUDA_CHECK(cudaStreamSynchronize(device.stream));  // so that a step's time is its own
+  return result;
+}
+
+}  // namespace gpu
+
+#ifndef TESTING
+using namespace gpu;
+
+// ---- main ----------------------------------------------------------------------------------------------
+
+static double seconds_now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// What a run works with, from the flags to the log: built once in main, used by the functions below.
+template <class floatX>
+struct Run {
+  Options options;
+  Config config;
+  Tokenizer tokenizer;
+  Data data;
+  Model<floatX> model;
+  size_t step = 0, tokens = 0, position = 0;  // updates done, tokens seen, examples taken
+};
+
+// By family and by group of buffers, for a batch of B.
+template <class floatX>
+static std::vector<MemoryLine> memory_lines(const Config& c, size_t B, bool recompute) {
+  size_t elements = 0, matrices = 0;
+  for (const TensorSpec& t : tensor_table(c)) elements += t.size(), matrices += t.decay ? t.size() : 0;
+  const size_t family = elements * sizeof(float);
+  std::vector<MemoryLine> lines = {
+      {"parameters", family}, {"gradients", family}, {"AdamW moments", 2 * family}};
+  if (sizeof(floatX) == 2) lines.push_back({"bf16 matrices", matrices * sizeof(floatX)});
+  Activations<floatX> none = {};
+  for_each_activation(none, c, B, c.T, recompute, classifier_rows(c, B * c.T),
+                      [&](const char* group, const char*, auto*& pointer, size_t n) {
+                        if (lines.back().name != group) lines.push_back({group, 0});
+                        lines.back().bytes += n * sizeof(*pointer);
+                      });
+  lines.back().bytes += CUBLAS_WORKSPACE;
+  return lines;
+}
+
+// The largest batch for which everything fits into `bytes`; 0 if none does.
+template <class floatX>
+static size_t largest_batch(const Config& c, bool recompute, size_t bytes) {
+  const auto fits = [&](size_t B) {
+    size_t total = 0;
+    for (const MemoryLine& line : memory_lines<floatX>(c, B, recompute)) total += line.bytes;
+    return total <= bytes;
+  };
+  size_t low = 0, high = 1;
+  while (fits(high)) low = high, high *= 2;
+  while (high - low > 1) (fits((low + high) / 2) ? low : high) = (low + high) / 2;
+  return low;
+}
+
+template <class floatX>
+static void print_start(const Run<floatX>& run) {
+  const Options& o = run.options;
+  if (!o.quiet) printf("%s\n", settings_table(o).c_str());
+  printf("%s%s", model_table(run.config).c_str(),
+         memory_table(memory_lines<floatX>(run.config, o.batch, o.recompute)).c_str());
+  size_t free = 0, total = 0;
+  CUDA_CHECK(cudaMemGetInfo(&free, &total));
+  printf("GPU         %s, %s free of %s; largest batch that fits: %zu\n", device.properties.name,
+         human_bytes(free).c_str(), human_bytes(total).c_str(),
+         largest_batch<floatX>(run.config, o.recompute, free + CUBLAS_WORKSPACE));
+  const Flops flops = training_flops(run.config, run.config.T);
+  printf("arithmetic  %.3g MFLOP a token: matrices %.1f%%, attention %.1f%%, routes %.1f%%\n",
+         flops.total() / 1e6, 100 * flops.matmul / flops.total(), 100 * flops.attention / flops.total(),
+         100 * flops.routes / flops.total());
+  for (const auto& split : run.data.splits())
+    printf("%s", data_line(split.first, *split.second, run.config.T).c_str());
+  printf("%s\n", schedule_table(o, run.data.train.num_tokens()).c_str());
+}
+
+template <class floatX>
+static void validate_split(Run<floatX>& run, Log& log, const char* split, const TokenData& data) {
+  const size_t all = data.num_tokens(), wanted = run.options.val_tokens;
+  const Validation v = validate(run.model, data, wanted > 0 ? wanted : all);
+  printf("%s", validation_line(split, run.step, v.loss, v.tokens).c_str());
+  log.write(Event("val")
+                .add("step", run.step)
+                .add("tokens", run.tokens)
+                .add("split", split)
+                .add("loss", v.loss)
+                .add("count", v.tokens));
+  if (!run.config.has_routes()) return;
+  if (!run.options.quiet) printf("%s", route_picture(run.config, v.routes).c_str());
+  std::vector<double> js_bits = v.routes.js_nats;
+  for (double& js : js_bits) js /= NATS_PER_BIT;
+  log.write(Event("routes")
+                .add("step", run.step)
+                .add("tokens", run.tokens)
+                .add("split", split)
+                .add("qk", v.routes.qk)
+                .add("v", v.routes.v)
+                .add("js_nats", v.routes.js_nats)
+                .add("js_bits", js_bits));
+}
+
+template <class floatX>
+static void report_answers(Run<floatX>& run, Log& log) {
+  const StoryMarks marks = mark_answers(run.model, 500);
+  const auto print = [](const char* name, const StoryMarks::Row& row) {
+    const double percent = 100 / double(std::max<size_t>(row.asked, 1));
+    printf("  %-26s%7zu%8.0f%%%13.0f%%%14.0f%%\n", name, row.asked, double(row.right) * percent,
+           double(row.guessed) * percent, double(row.latest) * percent);
+  };
+  printf("answers in 500 held-out stories   asked    right   best guess   latest name\n");
+  for (size_t kind = 0; kind < NUM_STORY_KINDS; kind++)
+    print(STORY_KIND_NAMES[kind], marks.row(StoryKind(kind)));
+  print("together", marks.total());
+  const StoryMarks::Row total = marks.total();
+  log.write(Event("val").add("step", run.step).add("tokens", run.tokens).add("split", "answers")
+                .add("count", total.asked).add("right", total.right).add("guessed", total.guessed)
+                .add("latest", total.latest));
+}
+
+template <class floatX>
+static void sample(Run<floatX>& run, Log& log) {
+  const Options& o = run.options;
+  std::vector<int> context = {run.tokenizer.eot};  // a document starts with an end of text
+  for (int token : run.tokenizer.encode(o.prompt)) context.push_back(token);
+  context = generate(run.model, context, o.sample_tokens, o.temperature, o.top_k, o.top_p, o.seed + run.step);
+  std::string text;
+  for (size_t i = 1; i < context.size(); i++) text += run.tokenizer.decode(context[i]);
+  printf("sample step %zu:\n%s\n---\n", run.step, text.c_str());
+  log.write(Event("sample").add("step", run.step).add("text", text));
+}
+
+template <class floatX>
+static void save(Run<floatX>& run, Log& log) {
+  const Options& o = run.options;
+  Metadata metadata = saved_options(o);
+  for (const auto& field : config_to_metadata(run.config)) metadata[field.first] = field.second;
+  metadata["step"] = std::to_string(run.step);
+  metadata["tokens"] = std::to_string(run.tokens);
+  metadata["data_position"] = std::to_string(run.position);
+  const std::string path = checkpoint_path(o.out, run.step);
+  model_save(run.model, path, metadata);
+  delete_old_checkpoints(o.out, o.keep);
+  printf("saved  %s\n", path.c_str());
+  log.write(Event("checkpoint").add("step", run.step).add("path", path));
+}
+
+// From the settled flags to the end of the run. checkpoint: to go on from, to start from, or none.
+template <class floatX>
+static int run_training(const Options& options, Checkpoint& checkpoint, const char* program) {
+  Run<floatX> run;
+  Options& o = run.options = options;
+  const bool resuming = !o.resume.empty();
+  if (resuming) {
+    fatal_if(count_from_metadata(checkpoint.metadata, "step", &run.step));
+    fatal_if(count_from_metadata(checkpoint.metadata, "tokens", &run.tokens));
+    fatal_if(count_from_metadata(checkpoint.metadata, "data_position", &run.position));
+  }
+  run.tokenizer = o.tokenizer.empty() ? Tokenizer::bytes() : Tokenizer::load(o.tokenizer);
+  const Config& config = run.config = config_from(o, run.tokenizer.size);
+  check_config(config);
+  run.data = open_data(o, config);
+  device_open();
+  print_start(run);
+  if (o.dry_run) {
+    device_close();
+    return 0;
+  }
+
+  model_create(run.model, config, o.batch, config.T, o.seed, o.recompute);
+  if (resuming || !o.init_from.empty()) model_load(run.model, checkpoint, resuming);
+  make_folders(o.out);
+  lock_folder(o.out);
+  if (!resuming) {
+    const std::string earlier = move_earlier_run(o.out);
+    if (!earlier.empty()) printf("moved an earlier run to %s\n", earlier.c_str());
+  }
+  Log log = resuming ? Log(o.out, run.step) : Log(o.out);
+  const ParamCount count = count_params(config);
+  log.write(Event("config")
+                .add("options", saved_options(o))
+                .add("parameters", count.total)
+                .add("embedding", count.embedding)
+                .add("layers", count.layers)
+                .add("routes", count.routes));
+  catch_stop_signals();
+
+  const size_t first_step = run.step, examples = o.total_batch / config.T;
+  const double flops = training_flops(config, config.T).total() * double(o.total_batch);
+  const double peak =
+      sizeof(floatX) == 2 ? peak_bf16_flops(device.properties.name) : 0;  // no figure is known for fp32
+  const double start = seconds_now();
+  double timed = 0;  // seconds of all steps but the first, in which cuBLASLt chooses its algorithms
+  for (;;) {
+    const bool finished = run.step >= o.steps, stopping = stop_requested && !finished;
+    // Events of the step at which a resumed run begins are in its log already.
+    const bool fresh = run.step > first_step || !resuming;
+    const auto due = [&](size_t every) { return finished || (fresh && every > 0 && run.step % every == 0); };
+    if (due(o.val_every) && run.data.val.num_tokens() > 0) validate_split(run, log, "val", run.data.val);
+    if (finished && run.data.test.num_tokens() > 0) validate_split(run, log, "test", run.data.test);
+    if (finished && run.data.stories) report_answers(run, log);
+    if (due(o.sample_every) && o.sample_tokens > 0 && (run.step > 0 || finished)) sample(run, log);
+    if (stopping || (due(o.checkpoint_every) && (run.step > 0 || finished))) save(run, log);
+    if (finished || stopping) break;
+
+    const double lr = learning_rate(run.step, o.steps, o.warmup, o.lr, o.min_lr_ratio), before = seconds_now();
+    const StepResult result = train_step(run.model, run.data.train, o, run.position, run.step + 1, lr);
+    const double seconds = seconds_now() - before;
+    run.step++, run.tokens += o.total_batch, run.position += examples;
+    if (run.step > first_step + 1) timed += seconds;
+    const double each = run.step > first_step + 1 ? timed / double(run.step - first_step - 1) : -1;
+    if (!o.quiet)
+      printf("%s", step_line({run.step, o.steps, result.loss, result.norm, lr, seconds, o.total_batch,
+                              each * double(o.steps - run.step), flops, peak}).c_str());
+    log.write(Event("step")
+                  .add("step", run.step)
+                  .add("tokens", run.tokens)
+                  .add("loss", result.loss)
+                  .add("norm", result.norm)
+                  .add("lr", lr)
+                  .add("ms", seconds * 1000)
+                  .add("tok_s", double(o.total_batch) / seconds));
+  }
+  const double seconds = seconds_now() - start;
+  if (run.step < o.steps) {
+    printf("stopped at step %zu of %zu; go on with: %s --resume %s\n", run.step, o.steps, program,
+           o.out.c_str());
+  } else {
+    log.write(Event("done").add("step", run.step).add("tokens", run.tokens).add("seconds", seconds));
+    printf("done   %zu steps in %s\n", run.step - first_step, duration_text(seconds).c_str());
+  }
+  model_free(run.model);
+  device_close();
+  return 0;
+}
+
+int main(int argc, char** argv) {
+  setvbuf(stdout, nullptr, _IOLBF, 0);
+  Options o = parse_flags(argc, argv, Device::gpu);
+  Checkpoint checkpoint;
+  if (!o.resume.empty()) {
+    checkpoint = open_newest_checkpoint(o.resume);
+    adopt_saved(o, checkpoint.metadata);
+    if (o.out.empty()) o.out = folder_of(o.resume);
+  } else if (!o.init_from.empty()) {
+    checkpoint = Checkpoint::open(o.init_from);
+    adopt_saved(o, checkpoint.metadata, true);
+  }
+  return o.dtype == "bf16" ? run_training<bf16>(o, checkpoint, argv[0])
+                           : run_training<float>(o, checkpoint, argv[0]);
+}
+#endif
