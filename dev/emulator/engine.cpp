@@ -134,7 +134,8 @@ static void make_fiber(Fiber& t, int number) {  // the page below the stack stay
 }
 
 // ---- barriers and warp-wide operations ----------------------------------------------------------------
-static bool same(Site a, Site b) { return a.line == b.line && !strcmp(a.file, b.file); }
+static bool same(const char* a, const char* b) { return a == b || !strcmp(a, b); }
+static bool same(Site a, Site b) { return a.line == b.line && same(a.file, b.file); }
 static Fiber& arrive_in(const char* op, Site site, State state, const void* caller) {
   if (!self) fail("%s at %s:%d outside any kernel", op, site.file, site.line);
   Fiber& t = *engine->running;
@@ -168,7 +169,7 @@ void meet(const char* op, Site site, unsigned mask, void* args, void (*together)
     fail("%s at %s: lane %d calls it but mask 0x%08x leaves it out", op, place(t).c_str(), t.lane, mask);
   if (const unsigned others = w.arrived & mask) {
     const Fiber& o = lanes[__builtin_ctz(others)];
-    if (strcmp(o.op, op) || o.mask != mask || !same(o.site, site))
+    if (!same(o.op, op) || o.mask != mask || !same(o.site, site))
       fail("lanes of one warp meet in different operations: lane %d in %s mask 0x%08x at %s,"
            " lane %d in %s mask 0x%08x at %s",
            o.lane, o.op, o.mask, place(o).c_str(), t.lane, op, mask, place(t).c_str());

@@ -12,9 +12,10 @@ static size_t size_of(int64_t type) { return type == CUDA_R_32F ? 4 : 2; }
 
 // ---- the product: D = alpha op(A) op(B) + beta C ------------------------------------------------------
 // Both operands become panels of floats: 16 rows of op(A), or 6 columns of op(B), side by side for every k. A
-// tile of 16 x 6 sums stays in registers while k runs. Sums are float32, in the order of k, rounded once to D's
-// type; each tile belongs to one core, so results do not depend on their number.
-constexpr size_t MR = 16, NR = 6;
+// tile of 16 x 6 sums stays in registers while k runs. Sums are float32, over runs of 64 k first and then over
+// the runs, much as a card does it, and rounded once, to D's type. A tile belongs to one core: any number of cores
+// gives the same bits.
+constexpr size_t MR = 16, NR = 6, RUN = 64;
 typedef float Lanes __attribute__((vector_size(32)));
 
 // panel[k * width + i] = the element at (i0 + i, k), or (k, i0 + i) if k walks down the columns; 0 beyond n
@@ -31,13 +32,17 @@ static void pack(float* panel, size_t width, const Matrix& x, bool k_down, size_
   else pack_as(panel, width, reinterpret_cast<const __nv_bfloat16*>(x.p), ld, k_down, i0, n, K);
 }
 static void tile(float* out, const float* a, const float* b, size_t K) {  // out: NR columns of MR
-  Lanes sum[NR][2] = {};
-  for (size_t k = 0; k < K; k++) {
-    Lanes a0, a1;
-    memcpy(&a0, a + k * MR, sizeof a0), memcpy(&a1, a + k * MR + 8, sizeof a1);
-    for (size_t j = 0; j < NR; j++) sum[j][0] += a0 * b[k * NR + j], sum[j][1] += a1 * b[k * NR + j];
+  Lanes total[NR][2] = {};
+  for (size_t k0 = 0; k0 < K; k0 += RUN) {
+    Lanes sum[NR][2] = {};
+    for (size_t k = k0; k < std::min(K, k0 + RUN); k++) {
+      Lanes a0, a1;
+      memcpy(&a0, a + k * MR, sizeof a0), memcpy(&a1, a + k * MR + 8, sizeof a1);
+      for (size_t j = 0; j < NR; j++) sum[j][0] += a0 * b[k * NR + j], sum[j][1] += a1 * b[k * NR + j];
+    }
+    for (size_t j = 0; j < NR; j++) total[j][0] += sum[j][0], total[j][1] += sum[j][1];
   }
-  memcpy(out, sum, sizeof sum);
+  memcpy(out, total, sizeof total);
 }
 static void access(const char* name, const Matrix& x, Access kind) {
   const size_t size = size_of(x.type), column = size_t(x.ld) * size;
