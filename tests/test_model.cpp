@@ -26,29 +26,31 @@ using reference::Tape;
 using reference::Var;
 
 // One name for both builds of the trainer, so that a test is written once.
-#define BUILD(Name, ns)                                                                \
-  struct Name {                                                                        \
-    using real = ns::real;                                                             \
-    using Model = ns::Model;                                                           \
-    using Site = ns::Site;                                                             \
-    static constexpr auto create = ns::model_create;                                   \
-    static constexpr auto free = ns::model_free;                                       \
-    static constexpr auto forward = ns::model_forward;                                 \
-    static constexpr auto loss_and_gradients = ns::model_loss_and_gradients;           \
-    static constexpr auto loss = ns::model_loss;                                       \
-    static constexpr auto zero_grad = ns::model_zero_grad;                             \
-    static constexpr auto update = ns::model_update;                                   \
-    static constexpr auto norm = ns::grad_norm;                                        \
-    static constexpr auto adamw = ns::adamw;                                           \
-    static constexpr auto site_at = ns::site_at;                                       \
-    static constexpr auto read_sources = ns::read_sources;                             \
-    static constexpr auto source_rstd = ns::source_rstd;                               \
-    static constexpr auto find_non_finite = ns::find_non_finite;                       \
-    static constexpr auto add_route_stats = ns::add_route_stats;                       \
-    static constexpr auto validate = ns::validate;                                     \
-    static constexpr auto next_token_logits = ns::next_token_logits;                   \
-    static constexpr auto save = ns::model_save;                                       \
-    static constexpr auto load = ns::model_load;                                       \
+#define BUILD(Name, ns) \
+  struct Name { \
+    using real = ns::real; \
+    using Model = ns::Model; \
+    using Site = ns::Site; \
+    static constexpr auto create = ns::model_create; \
+    static constexpr auto free = ns::model_free; \
+    static constexpr auto forward = ns::model_forward; \
+    static constexpr auto loss_and_gradients = ns::model_loss_and_gradients; \
+    static constexpr auto loss = ns::model_loss; \
+    static constexpr auto zero_grad = ns::model_zero_grad; \
+    static constexpr auto update = ns::model_update; \
+    static constexpr auto norm = ns::grad_norm; \
+    static constexpr auto adamw = ns::adamw; \
+    static constexpr auto site_at = ns::site_at; \
+    static constexpr auto read_sources = ns::read_sources; \
+    static constexpr auto source_rstd = ns::source_rstd; \
+    static constexpr auto find_non_finite = ns::find_non_finite; \
+    static constexpr auto add_route_stats = ns::add_route_stats; \
+    static constexpr auto validate = ns::validate; \
+    static constexpr auto train_step = ns::train_step; \
+    static constexpr auto blame_non_finite = ns::blame_non_finite; \
+    static constexpr auto next_token_logits = ns::next_token_logits; \
+    static constexpr auto save = ns::model_save; \
+    static constexpr auto load = ns::model_load; \
   };
 BUILD(Float, cpu_float)
 BUILD(Double, cpu_double)
@@ -170,31 +172,39 @@ Named<X> run_reference(const Config& c, const Params<double>& params, const Batc
   return out;
 }
 
-// Gradients of one model share their errors (a loss is one chain of layers), and so do the outputs: the plain
-// loops' worst tensor is the yardstick for each.
+// Errors of one arm in several shapes. The tensors of one model share their errors (a loss is one chain of
+// layers), and how much a model amplifies a rounding is a matter of luck: the worst that the plain loops do in
+// any shape is the yardstick for all.
+struct Comparison {
+  std::vector<std::pair<std::string, Error>> errors[2];  // outputs, gradients
+  Error worst[2], yardstick[2];
+};
+
 template <class Build>
-void compare(const Config& c, const Params<double>& params, const Batch& batch, size_t B,
-             const Named<long double>& exact, Error* worst_ours, Error* worst_plain) {
+void compare(Comparison& comparison, const Config& c, const Params<double>& params, const Batch& batch,
+             size_t B, const Named<long double>& exact) {
   using real = typename Build::real;
   const Named<real> ours = run_trainer<Build>(c, params, batch, B);
   const Named<real> plain = run_reference<real>(c, params, batch, B, true);
   CHECK_EQ(ours.size(), exact.size());
-  auto is_gradient = [](const std::string& name) { return name.substr(0, 2) == "d "; };
-  Error yardstick[2];
-  for (const auto& item : exact) {
-    Error& y = yardstick[is_gradient(item.first)];
-    y = larger(y, error_of(plain.at(item.first), item.second));
-  }
   for (const auto& item : exact) {
     const std::string& name = item.first;
     if (!CHECK(ours.count(name) == 1)) continue;
-    const bool gradient = is_gradient(name);
-    const Error error = error_of(ours.at(name), item.second);
-    check_error<real>(format("%s S=%zu L=%zu: %s", name_of(c.arch), c.S, c.L, name.c_str()), error,
-                      yardstick[gradient]);
+    const bool gradient = name.substr(0, 2) == "d ";
+    const Error error = error_of(ours.at(name), item.second), of_plain = error_of(plain.at(name), item.second);
     if (sizeof(real) == sizeof(double)) CHECK_CLOSE(error.largest, 0, gradient ? 1e-10 : 1e-12);
-    worst_ours[gradient] = larger(worst_ours[gradient], error);
-    worst_plain[gradient] = larger(worst_plain[gradient], yardstick[gradient]);
+    comparison.errors[gradient].push_back({format("S=%zu L=%zu: %s", c.S, c.L, name.c_str()), error});
+    comparison.worst[gradient] = larger(comparison.worst[gradient], error);
+    comparison.yardstick[gradient] = larger(comparison.yardstick[gradient], of_plain);
+  }
+}
+
+template <class real>
+void check_comparison(const Comparison& comparison) {
+  for (int gradient : {0, 1}) {
+    for (const auto& item : comparison.errors[gradient])
+      check_error<real>(item.first, item.second, comparison.yardstick[gradient]);
+    printf("  %7.1e %7.1e", comparison.worst[gradient].rms, comparison.yardstick[gradient].rms);
   }
 }
 
@@ -204,18 +214,19 @@ void test_against_reference() {
   for (Arch arch : ARCHS) {
     TEST(std::string("logits, losses, routes and all gradients against the definition: ") + name_of(arch));
     const size_t shapes[][2] = {{3, 2}, {3, 4}, {3, 1}, {3, 6}, {1, 2}, {2, 4}, {4, 6}, {3, 8}};
-    Error ours[4], plain[4];
+    Comparison in_float, in_double;
     for (const size_t* shape : shapes) {
       const Config c = small_config(arch, shape[0], shape[1]);
       const size_t B = 2;
       const Params<double> params = random_params(c, 10 * c.L + c.S);
       const Batch batch(c, B, 7);
       const Named<long double> exact = run_reference<long double>(c, params, batch, B, true);
-      compare<Float>(c, params, batch, B, exact, ours, plain);
-      compare<Double>(c, params, batch, B, exact, ours + 2, plain + 2);
+      compare<Float>(in_float, c, params, batch, B, exact);
+      compare<Double>(in_double, c, params, batch, B, exact);
     }
     printf("  %-36s", name_of(arch));
-    for (int column = 0; column < 4; column++) printf("  %7.1e %7.1e", ours[column].rms, plain[column].rms);
+    check_comparison<float>(in_float);
+    check_comparison<double>(in_double);
     printf("\n");
   }
 }
@@ -270,12 +281,15 @@ double worst_difference(const Config& c, size_t B, int samples, std::string& whe
       std::vector<size_t> elements;
       std::vector<double> direction;
       double want = 0;
-      if (sample < samples) elements = {random.next() % n}, direction = {1}, want = g[elements[0]];
-      else
+      if (sample < samples) {
+        elements.push_back(random.next() % n), direction.push_back(1);
+        want = g[elements[0]];
+      } else {
         for (size_t i = 0; i < n; i++) {
           elements.push_back(i), direction.push_back(random.normal(0, 0.3));
           want += g[i] * direction[i];
         }
+      }
       const double got = slope(m, batch, B, w, elements, direction, step);
       // A first attention site has one source: its query and gain have no effect, and a gradient of exactly
       // zero.
@@ -843,6 +857,7 @@ void test_initial_weights() {
     models.emplace_back();
     Float::create(models.back(), full_config(arch, 2), 1, 37, 5);
   }
+  std::set<float> firsts;
   Float::Model other;
   Float::create(other, full_config(Arch::rd, 2), 1, 37, 6);
   for (const TensorSpec& t : tensor_table(full_config(Arch::rd, 2))) {
@@ -871,6 +886,8 @@ void test_initial_weights() {
     CHECK_CLOSE(kurtosis, 3, 5 * std::sqrt(24.0 / double(n)));
     std::set<float> distinct(w, w + n);
     CHECK(distinct.size() > n * 99 / 100);  // layers are not copies of each other
+    CHECK(firsts.insert(w[0] / float(want)).second);  // nor tensors
+    for (size_t i = n; i < t.size(); i++) CHECK_EQ(w[i], 0.0f);  // padding rows
     CHECK(!same_bits(w, other.params.tensor(t.id), t.size()));
   }
   CHECK(rms(models[0].grads.wte, models[0].num_elements) == 0);
@@ -975,6 +992,46 @@ void test_adamw() {
   }
 }
 
+// One whole step: which examples, the mean of the losses, the norm, clipping, and the update, put together by
+// hand.
+void test_train_step() {
+  TEST("a training step: its examples, loss, norm, clipping and update");
+  const Config c = small_config(Arch::rd, 3, 4);
+  const Params<double> params = random_params(c, 43);
+  std::vector<uint16_t> tokens(c.T * 11 + 3);
+  for (size_t i = 0; i < tokens.size(); i++) tokens[i] = uint16_t(Random(i + 500).next() % c.V);
+  const TokenData data = TokenData::from_tokens(tokens, "test", c.V);
+  Options o;
+  o.seed = 5, o.weight_decay = 0.3, o.query_lr_mult = 2, o.total_batch = 8 * c.T;
+  const size_t position = 9, step = 3;  // of 11 windows: the step crosses an epoch
+  const double lr = 0.01;
+  Batch batch(c, 8, 1);
+  for (size_t row = 0; row < 8; row++)
+    training_example(data, c.T, o.seed, position + row, &batch.tokens[row * c.T], &batch.targets[row * c.T]);
+  for (double clip : {0.0, 0.25, 1e9}) {
+    o.clip = clip;
+    auto by_hand = make_model<Double>(c, 8, params);
+    const double loss =
+        Double::loss_and_gradients(by_hand, batch.tokens.data(), batch.targets.data(), 8, c.T, 1);
+    const double norm = Double::norm(by_hand);
+    CHECK(norm > 0.25);
+    Double::update(by_hand, step, clip == 0.25 ? clip / norm : 1, lr, 0.3, 2);
+    for (size_t B : {8, 4, 2, 1}) {
+      auto m = make_model<Double>(c, B, params);
+      m.grads.wte[0] = 1e3;  // left over: the step starts from zero
+      const auto result = Double::train_step(m, data, o, position, step, lr);
+      CHECK_CLOSE(result.loss, loss, 1e-13 * loss);
+      CHECK_CLOSE(result.norm, norm, 1e-11 * norm);
+      CHECK_CLOSE(error_of(m.params.wte, by_hand.params.wte, m.num_elements).largest, 0, 1e-10);
+      CHECK_CLOSE(error_of(m.adam_m.wte, by_hand.adam_m.wte, m.num_elements).largest, 0, 1e-10);
+      if (clip == 0.25)  // Adam's update hardly sees a factor, its moments do
+        CHECK_CLOSE(rms(m.adam_m.wte, m.num_elements) * std::sqrt(double(m.num_elements)), 0.1 * 0.25, 1e-12);
+      Double::free(m);
+    }
+    Double::free(by_hand);
+  }
+}
+
 void test_grad_norm() {
   TEST("gradient norm: all tensors, the same bits for any number of threads");
   const Config c = full_config(Arch::rd, 2);
@@ -1026,6 +1083,31 @@ void test_find_non_finite() {
     }
     Float::free(m);
   }
+}
+
+void test_blame() {
+  TEST("a number that is not finite is traced to a parameter, an output or a gradient");
+  const Config c = small_config(Arch::rd, 3, 2);
+  const size_t B = 2, BT = B * c.T;
+  const Batch batch(c, B, 44);
+  auto m = make_model<Float>(c, B, random_params(c, 45));
+  auto blame = [&] {
+    Float::zero_grad(m);
+    Float::loss_and_gradients(m, batch.tokens.data(), batch.targets.data(), B, c.T, 1);
+    return Float::blame_non_finite(m, BT);
+  };
+  CHECK_EQ(blame(), std::string("the norm itself, which overflowed"));
+  m.grads.mlp_norm[2 * c.C] = NAN;
+  CHECK_EQ(Float::blame_non_finite(m, BT), std::string("gradient of mlp_norm, layer 2"));
+  m.params.wv[c.C * c.C] = NAN;
+  CHECK_EQ(blame(), std::string("parameter wv, layer 1"));
+  m.params.wv[c.C * c.C] = 0;
+  for (size_t i = 0; i < c.C * c.F; i++) m.params.w_down[c.C * c.F + i] = 3e38f;  // finite; products overflow
+  CHECK_EQ(blame(), std::string("the output of the feed-forward, layer 1"));
+  set_params(m, random_params(c, 45));
+  for (size_t i = 0; i < c.C * c.C; i++) m.params.wo[2 * c.C * c.C + i] = 3e38f;
+  CHECK_EQ(blame(), std::string("the output of the attention, layer 2"));
+  Float::free(m);
 }
 
 // ---- sizes -------------------------------------------------------------------------------------------
@@ -1086,23 +1168,37 @@ void test_memory() {
 // ---- checkpoint --------------------------------------------------------------------------------------
 
 void test_checkpoint() {
-  TEST("checkpoint: parameters and both moments come back where they were, bit for bit");
+  TEST("checkpoint: parameters and both moments under their names, back where they were, bit for bit");
   char folder[] = "/tmp/rdattnres_test_XXXXXX";
   if (!CHECK(mkdtemp(folder) != nullptr)) return;
   const std::string path = std::string(folder) + "/model.safetensors";
-  for (Arch arch : ARCHS) {
-    const Config c = small_config(arch, 3, 4);
+  std::vector<Config> configs;
+  for (Arch arch : ARCHS) configs.push_back(small_config(arch, 3, 4));
+  configs.push_back(config_of(Arch::rd, 1, 2, 600, 3, 10, 4, 500));  // tensors longer than is moved at a time
+  for (const Config& c : configs) {
     auto m = make_model<Float>(c, 1, random_params(c, 41));
+    const size_t n = m.num_elements;
     Random random(42);
-    for (size_t i = 0; i < m.num_elements; i++)
-      m.adam_m.wte[i] = float(random.normal()), m.adam_v.wte[i] = float(random.uniform());
+    for (size_t i = 0; i < n; i++)
+      m.adam_m.wte[i] = float(random.uniform() - 0.5), m.adam_v.wte[i] = float(random.uniform());
     Float::save(m, path, config_to_metadata(c));
+    const Checkpoint checkpoint = Checkpoint::open(path);
+    struct Family { const char* prefix; Tensors<float>* tensors; };
+    for (const Family& family : {Family{"model.", &m.params}, {"adam_m.", &m.adam_m}, {"adam_v.", &m.adam_v}})
+      for (const TensorSpec& t : tensor_table(c)) {
+        if (!CHECK_EQ(checkpoint.has(std::string(family.prefix) + t.name), t.present) || !t.present) continue;
+        size_t seen = 0, different = 0;
+        checkpoint.read(std::string(family.prefix) + t.name, t.shape,
+                        [&](size_t offset, size_t k, const float* values) {
+                          different += !same_bits(values, family.tensors->tensor(t.id) + offset, k), seen += k;
+                        });
+        CHECK_EQ(seen, t.size());
+        CHECK_EQ(different, size_t(0));
+      }
     Float::Model with, without;
     Float::create(with, c, 1, c.T, 99), Float::create(without, c, 1, c.T, 99);
-    Checkpoint checkpoint = Checkpoint::open(path);
     Float::load(with, checkpoint, true);
     Float::load(without, checkpoint, false);
-    const size_t n = m.num_elements;
     CHECK(same_bits(with.params.wte, m.params.wte, n) && same_bits(without.params.wte, m.params.wte, n));
     CHECK(same_bits(with.adam_m.wte, m.adam_m.wte, n) && same_bits(with.adam_v.wte, m.adam_v.wte, n));
     CHECK(rms(without.adam_m.wte, n) == 0 && rms(without.adam_v.wte, n) == 0);
@@ -1135,8 +1231,10 @@ int main() {
   test_padding();
   test_decay();
   test_adamw();
+  test_train_step();
   test_grad_norm();
   test_find_non_finite();
+  test_blame();
   test_parameter_count();
   test_memory();
   test_checkpoint();
