@@ -4,7 +4,10 @@
 # Needs a C++17 compiler and make. OpenMP is used if a trial build finds it.
 
 CXX      ?= g++
+COMMA    := ,
 BUILD    := build
+# Programs are built side by side, one per core.
+MAKEFLAGS += -j$(shell getconf _NPROCESSORS_ONLN)
 CXXFLAGS ?= -O3 -g
 # The fastest code for this very processor. `make PORTABLE=1` builds for any processor of this kind instead.
 ARCH     := $(if $(PORTABLE),,-march=native)
@@ -25,7 +28,18 @@ OMPFLAGS := $(if $(OPENMP),$(OPENMP),-fopenmp-simd -Wno-unknown-pragmas)
 TESTS := $(patsubst tests/%.cpp,$(BUILD)/%,$(wildcard tests/test_*.cpp))
 TEST_SCRIPTS := $(wildcard tests/test_*.py tests/test_*.sh)
 
-.PHONY: all train test help clean found
+# CUDA code through the emulator (dev/emulator), in its three builds; the fiber switch is written for x86-64.
+EMULATED := $(if $(filter x86_64,$(shell uname -m)),$(foreach test,$(patsubst tests/%.cu,%,$(wildcard tests/test_*.cu)), \
+              $(foreach mode,fast asan race,$(BUILD)/$(test)_$(mode))))
+
+# CUDA code for a GPU: the card's own architecture, or GPU_ARCH=90, or else code for 8.0 and 9.0 and PTX for later ones.
+NVCC     := $(or $(shell command -v nvcc 2>/dev/null),$(wildcard /usr/local/cuda/bin/nvcc))
+GPU_ARCH ?= $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .)
+GENCODE  := $(if $(GPU_ARCH),-gencode arch=compute_$(GPU_ARCH)$(COMMA)code=sm_$(GPU_ARCH), \
+              -gencode arch=compute_80$(COMMA)code=sm_80 -gencode arch=compute_90$(COMMA)code=[sm_90$(COMMA)compute_90])
+NVFLAGS  := -std=c++17 -O3 -I. $(GENCODE) -Xcompiler -Wall,-Wextra,-Wno-unknown-pragmas -lcublasLt -ldl
+
+.PHONY: all train test test_gpu ptxas doc paired help clean found need_nvcc
 all: found train_rdattnres_cpu
 
 found:
@@ -43,6 +57,22 @@ data/text_to_shards: data/text_to_shards.cpp Makefile | $(BUILD)
 $(BUILD)/test_%: tests/test_%.cpp Makefile | $(BUILD)
 	$(CXX) $(FLAGS) $(OMPFLAGS) -DFILL_NAN -MMD -MP -MF $@.d $< -o $@
 
+$(BUILD)/test_%_fast $(BUILD)/test_%_asan $(BUILD)/test_%_race: tests/test_%.cu dev/emulator/build.sh | $(BUILD)
+	bash dev/emulator/build.sh $(lastword $(subst _, ,$@)) $< $@ -I. -MMD -MP -MT $@ -MF $@.d
+
+train_emulated: train_rdattnres.cu dev/emulator/build.sh | $(BUILD)
+	bash dev/emulator/build.sh fast $< $@ -I. -MMD -MP -MT $@ -MF $(BUILD)/$@.d
+
+train_rdattnres: train_rdattnres.cu Makefile | need_nvcc $(BUILD)
+	$(NVCC) $(NVFLAGS) -MMD -MP -MF $(BUILD)/$@.d $< -o $@
+
+$(BUILD)/test_%_gpu: tests/test_%.cu Makefile | need_nvcc $(BUILD)
+	$(NVCC) $(NVFLAGS) -MMD -MP -MF $@.d $< -o $@
+
+need_nvcc:
+	$(if $(NVCC),,$(error no nvcc on this machine: install the CUDA Toolkit, or put its bin folder into PATH; the CPU \
+	  trainer (make) and the emulator (make train_emulated) need neither))
+
 $(BUILD):
 	@mkdir -p $@
 
@@ -50,8 +80,21 @@ train: all
 	./train_rdattnres_cpu --out runs/tiny $(ARGS)
 
 # Tests start many short programs, some with more threads than cores: threads that wait must not keep a core busy.
-test: all data/text_to_shards $(TESTS)
-	@OMP_WAIT_POLICY=passive bash tests/run.sh $(TESTS) $(TEST_SCRIPTS)
+test: all data/text_to_shards $(TESTS) $(EMULATED)
+	@OMP_WAIT_POLICY=passive bash tests/run.sh $(TESTS) $(EMULATED) $(TEST_SCRIPTS)
+
+# The same CUDA tests on a real card.
+test_gpu: $(BUILD)/test_cuda_layers_gpu $(BUILD)/test_cuda_model_gpu
+	@nvidia-smi -L || { echo "no GPU: these tests need one; make test runs them through the emulator"; exit 1; }
+	@bash tests/run.sh $^
+
+# Registers, spills and shared memory of every kernel, as the compiler reports them.
+ptxas: train_rdattnres.cu | need_nvcc
+	$(NVCC) $(NVFLAGS) -Xptxas -v -c $< -o /dev/null 2>&1 | c++filt | grep -E "Compiling|registers|spill"
+
+doc:
+	python3 dev/doc/symbols.py
+	python3 dev/doc/depth_memory.py
 
 help:
 	@echo "make                    build train_rdattnres_cpu"
