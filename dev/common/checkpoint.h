@@ -61,10 +61,10 @@ inline void checkpoint_write(const std::string& path, Metadata metadata,
   file.write(&length, sizeof(length));
   file.write(header);
 
-  uint64_t sum = 0;
+  uint64_t sum = metadata_checksum(metadata);
   std::vector<float> chunk(CHECKPOINT_CHUNK);
   for (const CheckpointTensor& t : tensors) {
-    Checksum checksum(t.name);
+    Checksum checksum(t.name, t.shape);
     for (size_t offset = 0, total = t.size(); offset < total; offset += CHECKPOINT_CHUNK) {
       const size_t n = std::min(CHECKPOINT_CHUNK, total - offset);
       t.get(offset, n, chunk.data());

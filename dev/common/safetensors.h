@@ -18,15 +18,21 @@
 constexpr size_t CHECKPOINT_CHUNK = 1 << 18;  // floats moved at a time
 
 // ---- checksum ------------------------------------------------------------------------------------------
-// FNV-1a with 32-bit words in place of bytes, over the tensor's name and its data. The file's checksum is the
-// sum over its tensors, so it survives a program that writes them in another order. Each step is invertible:
-// no single changed word can go unnoticed.
+// FNV-1a with 32-bit words in place of bytes: each step is invertible, so no single changed word can go
+// unnoticed. Summed over the tensors (name, shape, data) and the metadata (name, text), the checksum survives a
+// program that writes them in another order.
 struct Checksum {
   uint64_t value = 14695981039346656037u;
-  explicit Checksum(const std::string& name) {
-    for (char c : name) mix(static_cast<unsigned char>(c));
+  explicit Checksum(const std::string& name) { mix(name); }
+  Checksum(const std::string& name, const std::vector<size_t>& shape) {
+    mix(name);
+    for (size_t d : shape) mix(uint32_t(d)), mix(uint32_t(d >> 32));
   }
   void mix(uint32_t word) { value = (value ^ word) * 1099511628211u; }
+  void mix(const std::string& text) {
+    for (char c : text) mix(static_cast<unsigned char>(c));
+    mix(256);  // ends the text: "ab", "c" is not "a", "bc"
+  }
   void mix(const float* data, size_t n) {
     for (size_t i = 0; i < n; i++) {
       uint32_t word;
@@ -35,6 +41,17 @@ struct Checksum {
     }
   }
 };
+// The metadata's part: all but the checksum itself, and "format", which Python programs add when they save.
+inline uint64_t metadata_checksum(const std::map<std::string, std::string>& metadata) {
+  uint64_t sum = 0;
+  for (const auto& entry : metadata) {
+    if (entry.first == "checksum" || entry.first == "format") continue;
+    Checksum checksum(entry.first);
+    checksum.mix(entry.second);
+    sum += checksum.value;
+  }
+  return sum;
+}
 inline std::string checksum_text(uint64_t sum) { return format("%016" PRIx64, sum); }
 
 // ---- reading -------------------------------------------------------------------------------------------
@@ -45,13 +62,12 @@ struct Checkpoint {
   std::map<std::string, std::string> metadata;
   std::map<std::string, Entry> tensors;
 
-  // Opens and checks all of the file, the data's checksum (if the metadata has one) included. Returns the
-  // error, empty when all is well.
+  // Opens and checks all of the file. Returns the error, empty when all is well.
   std::string try_open(const std::string& path) {
     std::string error = file.open(path);
     if (error.empty()) error = read_header();
     if (error.empty()) error = check_layout();
-    if (error.empty() && metadata.count("checksum")) error = check_data();
+    if (error.empty()) error = check_data();
     const bool names_file = error.compare(0, path.size(), path) == 0;
     return error.empty() || names_file ? error : path + ": " + error;
   }
@@ -188,16 +204,18 @@ struct Checkpoint {
     return format("%zu bytes of data, expected %zu: cut short or altered", file.size - data, at);
   }
 
+  // A file of ours has a checksum; one from elsewhere has neither that nor our format_version.
   std::string check_data() const {
-    uint64_t sum = 0;
+    if (!metadata.count("checksum")) return metadata.count("format_version") ? "metadata lacks checksum" : "";
+    uint64_t sum = metadata_checksum(metadata);
     for (const auto& t : tensors) {
-      Checksum checksum(t.first);
+      Checksum checksum(t.first, t.second.shape);
       const auto mix = [&](size_t, size_t n, const float* chunk) { checksum.mix(chunk, n); };
       const std::string error = read_chunks(t.second, mix);
       if (!error.empty()) return error;
       sum += checksum.value;
     }
     if (checksum_text(sum) == metadata.at("checksum")) return "";
-    return "checksum " + checksum_text(sum) + ", expected " + metadata.at("checksum") + ": the data is altered";
+    return "checksum " + checksum_text(sum) + ", expected " + metadata.at("checksum") + ": altered";
   }
 };

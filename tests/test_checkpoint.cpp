@@ -1,0 +1,491 @@
+// test_checkpoint.cpp - checkpoints: written whole or not at all, refused when anything is wrong with them; and
+// the folder of a run that holds them.
+#include <csignal>
+#include <limits>
+
+#include <sys/resource.h>
+
+#include "dev/common/checkpoint.h"
+#include "dev/common/random.h"
+#include "dev/common/run.h"
+#include "tests/check.h"
+#include "tests/child.h"
+
+// ---- a small checkpoint --------------------------------------------------------------------------------
+
+struct Tensor { std::string name; std::vector<size_t> shape; std::vector<float> data; };
+
+static std::vector<Tensor> make_tensors(uint64_t seed = 1) {
+  // One is larger than a chunk and no multiple of it, so that chunks meet inside.
+  std::vector<Tensor> tensors = {{"model.wte", {3, 5}, {}},
+                                 {"model.wo", {2, 3, 50000}, {}},
+                                 {"adam_v.norm", {1}, {}}};
+  for (Tensor& t : tensors) {
+    size_t n = 1;
+    for (size_t d : t.shape) n *= d;
+    for (size_t i = 0; i < n; i++) t.data.push_back(normal(seed, STREAM_TEST, t.data.size()));
+  }
+  // Bits that arithmetic would not keep.
+  const float odd[] = {std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::infinity(), -0.0f,
+                       std::numeric_limits<float>::denorm_min(), std::numeric_limits<float>::max()};
+  std::copy(odd, odd + 5, tensors[0].data.begin());
+  return tensors;
+}
+
+static void write_tensors(const std::string& path, const std::vector<Tensor>& tensors,
+                          const Metadata& metadata) {
+  std::vector<CheckpointTensor> list;
+  for (const Tensor& t : tensors) {
+    const float* data = t.data.data();
+    list.push_back({t.name, t.shape, [data](size_t offset, size_t n, float* chunk) {
+                      memcpy(chunk, data + offset, n * sizeof(float));
+                    }});
+  }
+  checkpoint_write(path, metadata, list);
+}
+
+static std::vector<float> read_tensor(const Checkpoint& checkpoint, const Tensor& t) {
+  std::vector<float> data(t.data.size());
+  size_t next = 0;  // chunks come in order, without gaps
+  checkpoint.read(t.name, t.shape, [&](size_t offset, size_t n, const float* chunk) {
+    CHECK_EQ(offset, next);
+    CHECK(offset + n <= data.size());
+    memcpy(&data[offset], chunk, n * sizeof(float));
+    next = offset + n;
+  });
+  CHECK_EQ(next, data.size());
+  return data;
+}
+static bool holds(const Checkpoint& checkpoint, const std::vector<Tensor>& tensors) {
+  for (const Tensor& t : tensors) {
+    const std::vector<float> data = read_tensor(checkpoint, t);
+    if (memcmp(data.data(), t.data.data(), data.size() * sizeof(float)) != 0) return false;
+  }
+  return true;
+}
+
+// ---- tests ---------------------------------------------------------------------------------------------
+
+static void test_round_trip(const Scratch& folder) {
+  TEST("round trip: every bit of every tensor, every character of the metadata");
+  const std::vector<Tensor> tensors = make_tensors();
+  const Metadata metadata = {{"step", "500"},
+                             {"prompt", "\"quotes\", \\, \n, \t, \x01 and \u00e9\U0001f600"},
+                             {"empty", ""}};
+  const std::string path = folder / "a.safetensors";
+  write_tensors(path, tensors, metadata);
+  const Checkpoint checkpoint = Checkpoint::open(path);
+  CHECK(holds(checkpoint, tensors));
+  for (const auto& entry : metadata) CHECK_EQ(checkpoint.metadata.at(entry.first), entry.second);
+  CHECK_EQ(checkpoint.metadata.at("format_version"), std::string(CHECKPOINT_FORMAT));
+  CHECK_EQ(checkpoint.metadata.size(), metadata.size() + 2);
+  CHECK_EQ(checkpoint.tensors.size(), 3u);
+  CHECK(checkpoint.has("model.wo") && !checkpoint.has("model.wv"));
+  CHECK_EQ(checkpoint.data % 64, 0u);
+  printf("     %zu bytes, checksum %s\n", checkpoint.file.size, checkpoint.metadata.at("checksum").c_str());
+
+  TEST("the same content gives the same file, byte for byte");
+  write_tensors(folder / "b.safetensors", tensors, metadata);
+  CHECK(read_file(path) == read_file(folder / "b.safetensors"));
+  write_tensors(folder / "b.safetensors", make_tensors(2), metadata);
+  CHECK(read_file(path) != read_file(folder / "b.safetensors"));
+  CHECK(!holds(Checkpoint::open(folder / "b.safetensors"), tensors));
+
+  TEST("a tensor that is missing, or of another shape, is refused before anything is handed out");
+  const auto never = [](size_t, size_t, const float*) { CHECK(!"handed out"); };
+  const auto read = [&](const char* name, std::vector<size_t> shape) {
+    return in_child([&] { checkpoint.read(name, shape, never); });
+  };
+  CHECK(refuses(read("model.wv", {3, 5}), 1, path + ": holds no tensor model.wv"));
+  CHECK(refuses(read("model.wte", {5, 3}), 1, path + ": tensor model.wte is (3,5), expected (5,3)"));
+  CHECK(refuses(read("model.wte", {15}), 1, "tensor model.wte is (3,5), expected (15)"));
+  CHECK_EQ(checkpoint.problem("model.wte", {3, 5}), "");
+}
+
+static void test_config(const Scratch&) {
+  TEST("a config of every arch survives the metadata");
+  for (int arch = 0; arch < NUM_ARCHS; arch++) {
+    Config c, back;
+    c.arch = Arch(arch), c.L = 3, c.C = 48, c.NH = 3, c.F = 80, c.S = 4, c.T = 37, c.V = 131;
+    CHECK_EQ(config_from_metadata(config_to_metadata(c), &back), "");
+    CHECK(back.arch == c.arch && back.L == 3 && back.C == 48 && back.NH == 3);
+    CHECK(back.F == 80 && back.S == 4 && back.T == 37 && back.V == 131);
+  }
+  TEST("metadata that are no config are refused, field by field");
+  const Metadata good = config_to_metadata(Config());
+  const struct { const char *name, *text, *message; } cases[] = {
+    {"layers", nullptr, "metadata lacks layers"},
+    {"arch", "resnet", "metadata: arch is 'resnet', expected rd|block|tied|average|frozen-v|residual"},
+    {"layers", "0", "metadata: layers is '0', expected a whole number from 1 to 4096"},
+    {"width", "99999999999999999999", "metadata: width is '99999999999999999999', expected a whole number"},
+    {"heads", "-4", "metadata: heads is '-4', expected a whole number"},
+    {"heads", "3", "metadata: heads: got 3; expected width / heads, here 128 / 3"},
+    {"block-size", "3", "metadata: block-size: got 3, expected an even number"},
+    {"vocab", "", "metadata: vocab is '', expected a whole number from 2"},
+    {"format_version", "rdattnres-9", "metadata: format_version is 'rdattnres-9', expected rdattnres-1"},
+  };
+  for (const auto& c : cases) {
+    Metadata bad = good;
+    if (c.text) bad[c.name] = c.text;
+    else bad.erase(c.name);
+    Config config;
+    const std::string error = config_from_metadata(bad, &config);
+    printf("     %s\n", error.c_str());
+    CHECK_EQ(error.compare(0, strlen(c.message), c.message), 0);
+  }
+  size_t step = 0;
+  CHECK_EQ(count_from_metadata({{"step", "12"}}, "step", &step), "");
+  CHECK_EQ(step, 12u);
+  CHECK_EQ(count_from_metadata({{"step", "12x"}}, "step", &step),
+           "metadata: step is '12x', expected a whole number");
+  CHECK_EQ(count_from_metadata({}, "step", &step), "metadata lacks step");
+}
+
+// A safetensors file made by hand: header length, header, data.
+static std::string raw_file(const std::string& header, size_t data_bytes, uint64_t length = UINT64_MAX) {
+  if (length == UINT64_MAX) length = header.size();
+  return std::string(reinterpret_cast<const char*>(&length), 8) + header + std::string(data_bytes, '\0');
+}
+
+static void test_hostile(const Scratch& folder) {
+  const std::string path = folder / "hostile.safetensors";
+  const std::string two = R"({"a":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},)";  // b follows
+  TEST("hand-made files that are good: no metadata, any order, empty tensors, other types beside ours");
+  const std::string good[] = {
+    raw_file("{}", 0),
+    raw_file(R"({"a":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}}   )", 24),
+    raw_file(R"({"b":{"dtype":"F32","shape":[],"data_offsets":[24,28]},)"
+             R"("a":{"shape":[6],"data_offsets":[0,24],"dtype":"F32"}})", 28),
+    raw_file(two + R"("b":{"dtype":"F32","shape":[0,9],"data_offsets":[24,24]}})", 24),
+    raw_file(two + R"("b":{"dtype":"BF16","shape":[4],"data_offsets":[24,32]}})", 32),
+    raw_file(two + R"("__metadata__":{"format":"pt"}})", 24),
+  };
+  for (const std::string& bytes : good) {
+    write_file(path, bytes);
+    Checkpoint checkpoint;
+    CHECK_EQ(checkpoint.try_open(path), "");
+  }
+  Checkpoint mixed = Checkpoint::open((write_file(path, good[4]), path));
+  CHECK_EQ(mixed.problem("a", {2, 3}), "");
+  CHECK_EQ(mixed.problem("b", {4}), path + ": tensor b is BF16, expected F32");
+
+  const struct { const char* name; std::string bytes; const char* message; } bad[] = {
+    {"an empty file", "", "0 bytes, too short for a safetensors file"},
+    {"seven bytes", "1234567", "7 bytes, too short"},
+    {"a header longer than the file", raw_file("{}", 0, 3), "cut short: header of 3 bytes in a file of 10"},
+    {"a header of 2^63 bytes", raw_file("{}", 0, uint64_t(1) << 63),
+     "no safetensors file: header of 9223372036854775808 bytes"},
+    {"a header of 2^64 - 1 bytes", raw_file("{}", 0, UINT64_MAX - 1), "no safetensors file: header of"},
+    {"a text file", "Once upon a time there was a file of text.", "no safetensors file: header of"},
+    {"no JSON", raw_file("hello", 0), "header: bad JSON at byte 0: expected a value"},
+    {"half a JSON", raw_file("{\"a\":", 0), "header: bad JSON at byte 5: ends where a value should be"},
+    {"JSON with more behind it", raw_file("{}{}", 0), "header: bad JSON at byte 2: more text after the value"},
+    {"a list", raw_file("[]", 0), "header: expected a JSON object"},
+    {"deep nesting", raw_file(std::string(100000, '['), 0), "header: bad JSON at byte 33: nested too deeply"},
+    {"two tensors of one name", raw_file(two + two.substr(1, two.size() - 2) + "}", 24),
+     "a name stands twice in an object"},
+    {"metadata that are a list", raw_file(R"({"__metadata__":[]})", 0), "header: __metadata__ is no object"},
+    {"metadata that are numbers", raw_file(R"({"__metadata__":{"step":5}})", 0),
+     "header: metadata step is no string"},
+    {"a tensor that is a number", raw_file(R"({"a":5})", 0), "header: tensor a has no dtype"},
+    {"no shape", raw_file(R"({"a":{"dtype":"F32","data_offsets":[0,4]}})", 4), "header: tensor a has no shape"},
+    {"no offsets", raw_file(R"({"a":{"dtype":"F32","shape":[1]}})", 4), "header: tensor a has no data_offsets"},
+    {"three offsets", raw_file(R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4,8]}})", 4),
+     "header: tensor a has no data_offsets"},
+    {"a negative dimension", raw_file(R"({"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}})", 4),
+     "tensor a: a dimension is no whole number"},
+    {"a broken dimension", raw_file(R"({"a":{"dtype":"F32","shape":[1.5],"data_offsets":[0,4]}})", 4),
+     "tensor a: a dimension is no whole number"},
+    {"offsets past 2^64",
+     raw_file(R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,18446744073709551617]}})", 4),
+     "data_offsets are no whole numbers"},
+    {"offsets past the file", raw_file(R"({"a":{"dtype":"F32","shape":[250],"data_offsets":[0,1000]}})", 4),
+     "4 bytes of data, expected 1000"},
+    {"offsets the wrong way round", raw_file(R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[4,0]}})", 4),
+     "tensor a ends before it starts"},
+    {"a shape that overflows",
+     raw_file(R"({"a":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,4]}})", 4),
+     "tensor a has a shape that does not fit in 64 bits"},
+    {"a shape that overflows to fit",
+     raw_file(R"({"a":{"dtype":"F32","shape":[4611686018427387905],"data_offsets":[0,4]}})", 4),
+     "tensor a has a shape that does not fit in 64 bits"},
+    {"a shape that does not fit its place",
+     raw_file(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}})", 4),
+     "tensor a takes 4 bytes, expected 8 for its shape"},
+    {"overlap", raw_file(two + R"("b":{"dtype":"F32","shape":[1],"data_offsets":[20,24]}})", 24),
+     "a tensor starts at byte 20 of the data, expected 24"},
+    {"the same place twice", raw_file(two + R"("b":{"dtype":"F32","shape":[6],"data_offsets":[0,24]}})", 24),
+     "a tensor starts at byte 0 of the data, expected 24"},
+    {"a gap", raw_file(two + R"("b":{"dtype":"F32","shape":[1],"data_offsets":[28,32]}})", 32),
+     "a tensor starts at byte 28 of the data, expected 24"},
+    {"data left over", raw_file(two + R"("b":{"dtype":"F32","shape":[1],"data_offsets":[24,28]}})", 32),
+     "32 bytes of data, expected 28"},
+    {"a file of ours without its checksum",
+     raw_file(two + R"("__metadata__":{"format_version":"rdattnres-1"}})", 24), "metadata lacks checksum"},
+    {"a checksum that is wrong", raw_file(two + R"("__metadata__":{"checksum":"0123456789abcdef"}})", 24),
+     "expected 0123456789abcdef: altered"},
+  };
+  for (const auto& c : bad) {
+    TEST(std::string("refused: ") + c.name);
+    write_file(path, c.bytes);
+    CHECK(refuses(in_child([&] { Checkpoint::open(path); }), 1, c.message));
+  }
+  TEST("refused: no such file, a folder");
+  CHECK(refuses(in_child([&] { Checkpoint::open(folder / "none"); }), 1, "none: cannot open: No such file"));
+  CHECK(refuses(in_child([&] { Checkpoint::open(folder.path); }), 1, folder.path + ": not a regular file"));
+}
+
+static void test_damage(const Scratch& folder) {
+  const std::string path = folder / "damaged.safetensors";
+  std::vector<Tensor> tensors = make_tensors();
+  tensors[1] = {"model.wo", {2, 100}, std::vector<float>(200, 0.5f)};
+  write_tensors(path, tensors, config_to_metadata(Config()));
+  const std::string good = read_file(path);
+
+  TEST(format("a file of %zu bytes cut short at any byte is refused", good.size()));
+  std::map<std::string, size_t> reasons;
+  for (size_t length = 0; length < good.size(); length++) {
+    write_file(path, good.substr(0, length));
+    Checkpoint checkpoint;
+    const std::string error = checkpoint.try_open(path);
+    CHECK(!error.empty());
+    reasons[error.find("bytes of data") != std::string::npos ? "data missing" : "header missing"]++;
+  }
+  for (const auto& reason : reasons) printf("     %s: %zu times\n", reason.first.c_str(), reason.second);
+
+  TEST("a file with any one bit flipped is refused when it is opened, or when its tensors are asked for");
+  size_t at_open = 0, at_read = 0;
+  for (size_t at = 0; at < good.size(); at++) {
+    std::string bytes = good;
+    bytes[at] = char(bytes[at] ^ (1 << at % 8));
+    write_file(path, bytes);
+    Checkpoint checkpoint;
+    const bool opened = checkpoint.try_open(path).empty();
+    bool readable = opened;
+    for (const Tensor& t : tensors) readable = readable && checkpoint.problem(t.name, t.shape).empty();
+    at_open += !opened;
+    at_read += opened && !readable;
+    if (!CHECK(!readable)) printf("     byte %zu of %zu is not noticed\n", at, good.size());
+  }
+  printf("     %zu refused when opened, %zu when read\n", at_open, at_read);
+}
+
+static void test_writing(const Scratch& folder) {
+  const std::string path = folder / "w.safetensors";
+  const std::vector<Tensor> old = make_tensors(1), fresh = make_tensors(2);
+  const auto file_list = [&] {
+    std::string names;
+    for (const auto& entry : std::filesystem::directory_iterator(folder.path))
+      names += entry.path().filename().string() + " ";
+    return names;
+  };
+  std::filesystem::remove_all(folder.path);
+  std::filesystem::create_directory(folder.path);
+  write_tensors(path, old, {});
+
+  TEST("writing again replaces the file and leaves nothing else behind");
+  write_tensors(path, fresh, {});
+  CHECK(holds(Checkpoint::open(path), fresh));
+  CHECK_EQ(file_list(), "w.safetensors ");
+  write_tensors(path, old, {});
+
+  TEST("disk full on the way (a limit on the file's size): refused, the old file whole, no leftovers");
+  CHECK(refuses(in_child([&] {
+          signal(SIGXFSZ, SIG_IGN);
+          const struct rlimit limit = {600000, 600000};
+          setrlimit(RLIMIT_FSIZE, &limit);
+          write_tensors(path, fresh, {});
+        }), 1, path + ": cannot write: File too large"));
+  CHECK(holds(Checkpoint::open(path), old));
+  CHECK_EQ(file_list(), "w.safetensors ");
+
+  TEST("killed in the middle: the old file is whole, the next write cleans up");
+  const Outcome killed = in_child([&] {
+    checkpoint_write(path, {}, {{"a", {1000000}, [](size_t offset, size_t n, float* chunk) {
+                                   std::fill(chunk, chunk + n, 1.0f);
+                                   if (offset > 500000) kill(getpid(), SIGKILL);
+                                 }}});
+  });
+  CHECK_EQ(killed.status, 128 + SIGKILL);
+  CHECK(holds(Checkpoint::open(path), old));
+  CHECK(file_list().find(".tmp") != std::string::npos);
+  CHECK_EQ(list_checkpoints(folder.path).size(), 0u);  // w.safetensors is no name of ours, the .tmp even less
+  write_tensors(path, fresh, {});
+  CHECK(holds(Checkpoint::open(path), fresh));
+  CHECK_EQ(file_list(), "w.safetensors ");
+
+  TEST("refused: a folder that is not there, a device, a folder of that name");
+  const auto write = [&](const std::string& to) { return in_child([&] { write_tensors(to, fresh, {}); }); };
+  CHECK(refuses(write(folder / "none/x"), 1, "none/x.tmp: cannot create: No such file"));
+  CHECK(refuses(write("/dev/full"), 1, "/dev/full: cannot write: not a regular file"));
+  CHECK(refuses(write(folder.path), 1, folder.path + ": cannot write: not a regular file"));
+  CHECK(std::filesystem::is_character_file("/dev/full"));
+
+  TEST("a full disk for real: a file system of 256 KiB");
+  const std::string small = folder / "small";
+  std::filesystem::create_directory(small);
+  if (system(("mount -t tmpfs -o size=256k tmpfs " + small + " 2>/dev/null").c_str()) != 0) {
+    SKIP("cannot mount a tmpfs here");
+    return;
+  }
+  const std::vector<Tensor> little = {{"a", {10}, std::vector<float>(10, 3.0f)}};
+  write_tensors(small + "/c", little, {});
+  CHECK(refuses(write(small + "/c"), 1, "small/c: cannot write: No space left on device"));
+  CHECK(holds(Checkpoint::open(small + "/c"), little));
+  CHECK_EQ(system(("umount " + small).c_str()), 0);
+}
+
+static void test_python(const Scratch& folder) {
+  const std::string a = folder / "a.safetensors", b = folder / "b.safetensors", script = folder / "resave.py";
+  const std::vector<Tensor> tensors = make_tensors();
+  TEST("Python's safetensors opens our file, and we open the one it saves, with and without metadata");
+  if (system("python3 -c 'import numpy, safetensors.numpy' 2>/dev/null") != 0) {
+    SKIP("no python3 with numpy and safetensors");
+    return;
+  }
+  Metadata metadata = config_to_metadata(Config());
+  metadata["note"] = "caf\u00e9 \"quoted\"";
+  write_tensors(a, tensors, metadata);
+  write_file(script,
+             "import sys\n"
+             "from safetensors import safe_open\n"
+             "from safetensors.numpy import save_file\n"
+             "with safe_open(sys.argv[1], 'np') as f:\n"
+             "    metadata, tensors = f.metadata(), {name: f.get_tensor(name) for name in f.keys()}\n"
+             "assert metadata['note'] == 'caf\\u00e9 \"quoted\"', metadata\n"
+             "assert tensors['model.wo'].shape == (2, 3, 50000)\n"
+             "assert str(tensors['model.wo'].dtype) == 'float32'\n"
+             "tensors = dict(sorted(tensors.items(), reverse=True))\n"
+             "metadata['format'] = 'pt'\n"
+             "save_file(tensors, sys.argv[2], metadata if sys.argv[3] == 'with' else None)\n");
+  for (const char* with : {"with", "without"}) {
+    CHECK_EQ(system(("python3 " + script + " " + a + " " + b + " " + with).c_str()), 0);
+    Checkpoint again;
+    CHECK_EQ(again.try_open(b), "");
+    CHECK(holds(again, tensors));
+    CHECK_EQ(again.metadata.count("checksum"), with == std::string("with") ? 1u : 0u);
+  }
+}
+
+// ---- the folder of a run -------------------------------------------------------------------------------
+
+static void test_run_folder(const Scratch& folder) {
+  const std::string run = folder / "runs/deep/one";
+  const std::vector<Tensor> tensors = {{"a", {10}, std::vector<float>(10, 3.0f)}};
+  const auto write_step = [&](size_t step) {
+    write_tensors(checkpoint_path(run, step), tensors, {{"step", std::to_string(step)}});
+  };
+  const auto steps = [&] {
+    std::string text;
+    for (size_t step : list_checkpoints(run)) text += std::to_string(step) + " ";
+    return text;
+  };
+  TEST("folders are made with those above them; a file in the way is named");
+  make_folders(run);
+  make_folders(run);
+  make_folders(run + "/");
+  CHECK(is_folder(run));
+  write_file(folder / "file", "");
+  CHECK(refuses(in_child([&] { make_folders(folder / "file/x"); }), 1, "file: cannot create the folder"));
+
+  TEST("checkpoints are listed by step, whatever the number of digits; other files are not");
+  CHECK_EQ(checkpoint_path("r", 42), "r/ckpt_00000042.safetensors");
+  for (size_t step : {size_t(7), size_t(1000), size_t(123456789), size_t(20)}) write_step(step);
+  for (const char* name : {"ckpt_1.safetensors", "ckpt_00000008.safetensors.tmp", "ckpt_0000000x.safetensors",
+                           "ckpt_.safetensors", "xkpt_00000008.safetensors"})
+    write_file(run + "/" + name, "x");
+  CHECK_EQ(steps(), "7 20 1000 123456789 ");
+
+  TEST("--keep deletes the oldest; 0 keeps all, a large number too");
+  delete_old_checkpoints(run, 0);
+  delete_old_checkpoints(run, 9);
+  CHECK_EQ(steps(), "7 20 1000 123456789 ");
+  delete_old_checkpoints(run, 3);
+  CHECK_EQ(steps(), "20 1000 123456789 ");
+
+  TEST("resuming takes the newest checkpoint that is whole, and says which it passed over");
+  CHECK_EQ(open_newest_checkpoint(run).metadata.at("step"), "123456789");
+  write_file(checkpoint_path(run, 123456789), "half a file");
+  const auto open = [&](const std::string& path) {
+    return in_child([&] { printf("%s", open_newest_checkpoint(path).metadata.at("step").c_str()); });
+  };
+  const Outcome resumed = open(run);
+  printf("     %s", resumed.err.c_str());
+  CHECK_EQ(resumed.out, "1000");
+  CHECK(resumed.err.find("warning: " + checkpoint_path(run, 123456789)) == 0);
+  CHECK_EQ(open_newest_checkpoint(checkpoint_path(run, 20)).metadata.at("step"), "20");
+  CHECK(refuses(open(checkpoint_path(run, 123456789)), 1, "no safetensors file"));
+  make_folders(folder / "empty");
+  CHECK(refuses(open(folder / "empty"), 1, "empty: holds no checkpoint"));
+  CHECK(refuses(open(folder / "none"), 1, "none: cannot open: No such file"));
+  CHECK_EQ(folder_of(checkpoint_path(run, 20)), run);
+  CHECK_EQ(folder_of(run), run);
+  CHECK_EQ(folder_of("x.safetensors"), ".");
+
+  TEST("none of them whole: refused");
+  write_file(folder / "empty/ckpt_00000001.safetensors", "bad");
+  const Outcome none = open(folder / "empty");
+  CHECK_EQ(none.status, 1);
+  CHECK(none.err.find("error: " + (folder / "empty") + ": none of its 1 checkpoints") != std::string::npos);
+
+  TEST("a new run in a used folder moves what was there aside, every time");
+  write_file(run + "/log.jsonl", "{}\n");
+  CHECK_EQ(move_earlier_run(run), run + "/earlier-1");
+  CHECK_EQ(steps(), "");
+  CHECK_EQ(list_checkpoints(run + "/earlier-1").size(), 3u);
+  CHECK_EQ(read_file(run + "/earlier-1/log.jsonl"), "{}\n");
+  CHECK_EQ(move_earlier_run(run), "");
+  write_step(5);
+  CHECK_EQ(move_earlier_run(run), run + "/earlier-2");
+
+  TEST("one run a folder: a second is refused and told who has it; a killed one leaves it free");
+  int ready[2];
+  char byte = 0;
+  CHECK_EQ(pipe(ready), 0);
+  fflush(nullptr);
+  const pid_t holder = fork();
+  if (holder == 0) {
+    lock_folder(run);
+    if (write(ready[1], "x", 1) != 1) _exit(1);
+    for (;;) pause();
+  }
+  CHECK_EQ(read(ready[0], &byte, 1), 1);
+  const std::string message = run + format(": in use by another run (process %d)", int(holder));
+  CHECK(refuses(in_child([&] { lock_folder(run); }), 1, message));
+  kill(holder, SIGKILL);
+  waitpid(holder, nullptr, 0);
+  CHECK_EQ(in_child([&] { lock_folder(run); }).status, 0);
+}
+
+static void test_signals() {
+  TEST("Ctrl-C and SIGTERM ask the loop to stop; the second one ends the program with status 130");
+  for (int signal : {SIGINT, SIGTERM}) {
+    const Outcome once = in_child([&] {
+      catch_stop_signals();
+      if (stop_requested) _exit(9);
+      raise(signal);
+      _exit(stop_requested ? 0 : 8);
+    });
+    CHECK_EQ(once.status, 0);
+    const Outcome twice = in_child([&] {
+      catch_stop_signals();
+      raise(signal);
+      raise(SIGINT);
+      _exit(7);
+    });
+    CHECK_EQ(twice.status, 130);
+  }
+}
+
+int main() {
+  Scratch folder;
+  test_round_trip(folder);
+  test_config(folder);
+  test_hostile(folder);
+  test_damage(folder);
+  test_writing(folder);
+  test_python(folder);
+  test_run_folder(folder);
+  test_signals();
+  return finish();
+}
