@@ -82,7 +82,7 @@ def main():
         event("checkpoint", step=step)
 
     stop = []
-    signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(130) if stop else stop.append(1))
     now = ("out", "resume", "quiet")  # about this call only
     options = {k.replace("_", "-"): v for k, v in flags.items() if k not in now}
     if os.environ.get("STUB_LR") == run:

@@ -781,6 +781,24 @@ def _(place):
     check("ckpt_%08d.safetensors" % attempt["reached"] in os.listdir(place.root + "/a-block-s1"), "it saved")
 
 
+@test("a second signal to the runner makes the trainers leave at once")
+@in_place(seeds=(1,))
+def _(place):
+    process = subprocess.Popen(
+        place.command(), stdout=subprocess.PIPE, text=True, env=dict(os.environ, STUB_MS="30000")
+    )
+    first, deadline = os.path.join(place.root, "a-block-s1", "log.jsonl"), time.time() + 20
+    while time.time() < deadline and not (os.path.exists(first) and '"val"' in open(first).read()):
+        time.sleep(0.02)
+    begin = time.time()
+    for _ in range(2):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(1)
+    text = process.communicate(timeout=20)[0]
+    equal((process.returncode, place.attempts("a-block-s1")[0]["status"]), (130, 130), text)
+    check(time.time() - begin < 15, "it took %.0f s" % (time.time() - begin))
+
+
 @test("a run that another runner holds is left alone until it is free")
 @in_place(seeds=(1,))
 def _(place):

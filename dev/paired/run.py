@@ -178,18 +178,20 @@ class Runner:
     def stop_all(self):
         """Asks the running trainers to save and end, and waits until they have."""
         for attempt in self.active:
-            attempt.terminate()
+            attempt.asked_to_stop = True
+            attempt.signal()
         for attempt in self.active:
             while not attempt.ended():
                 time.sleep(0.02)
         self.active = []
 
     def interrupt(self, *_):
-        """Signal handler: the trainers save and exit on SIGTERM. They do not get the terminal's Ctrl-C as well,
-        because a second signal would make them leave at once."""
+        """Signal handler. The trainers save and exit on SIGTERM, sent by stop_all; they do not get the
+        terminal's Ctrl-C as well, because a second signal makes them leave at once. A second one here does."""
+        if self.interrupted:
+            for attempt in self.active:
+                attempt.signal()
         self.interrupted = True
-        for attempt in self.active:
-            attempt.terminate()
 
     def say(self, run, text):
         print("%-28s %s" % (run.name, text), flush=True)
@@ -277,8 +279,7 @@ class Attempt:
         with open(self.runner.note(self.run, kind + ".jsonl"), "a", encoding="utf-8") as f:
             f.write(json.dumps(record) + "\n")
 
-    def terminate(self):
-        self.asked_to_stop = True
+    def signal(self):
         if self.process.returncode is None:
             try:
                 os.kill(self.process.pid, signal.SIGTERM)
