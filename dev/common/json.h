@@ -32,6 +32,7 @@ class JsonParser {
   // Reads all of text into *value. Returns the error, empty when all is well.
   static std::string parse(const std::string& text, Json* value) {
     JsonParser parser(text);
+    *value = Json();
     if (parser.read_value(*value, 0)) {
       parser.skip_spaces();
       if (parser.at < text.size()) parser.fail("more text after the value");

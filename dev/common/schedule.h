@@ -12,7 +12,7 @@ inline double learning_rate(size_t step, size_t steps, size_t warmup, double lr,
   if (step < warmup) return lr * double(step + 1) / double(warmup);
   const size_t peak = warmup > 0 ? warmup - 1 : 0;  // the step that trains at lr
   if (step == peak) return lr;                      // no warm-up: the first step, also of a run of one step
-  if (step + 1 >= steps) return lr * min_ratio;
+  if (step >= steps || step + 1 == steps) return lr * min_ratio;
   const double progress = double(step - peak) / double(steps - 1 - peak);  // 0 at the peak, 1 at the last step
   return lr * (min_ratio + (1 - min_ratio) * 0.5 * (1 + std::cos(3.141592653589793 * progress)));
 }

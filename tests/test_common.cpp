@@ -1,0 +1,528 @@
+// test_common.cpp - the small parts of dev/common: numbers, random numbers, schedule, sampler, JSON, the log,
+// the FLOP count, and what people see.
+#include <algorithm>
+#include <limits>
+#include <numeric>
+
+#include "dev/common/check.h"
+#include "dev/common/flags.h"
+#include "dev/common/flops.h"
+#include "dev/common/json.h"
+#include "dev/common/log.h"
+#include "dev/common/random.h"
+#include "dev/common/report.h"
+#include "dev/common/sampler.h"
+#include "dev/common/schedule.h"
+#include "tests/check.h"
+#include "tests/child.h"
+
+#if defined(__SANITIZE_ADDRESS__)
+#define ADDRESS_SANITIZER
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define ADDRESS_SANITIZER
+#endif
+#endif
+
+// ---- check.h -------------------------------------------------------------------------------------------
+
+static void test_check() {
+  TEST("an error is one line on stderr, after what was printed before, with the status asked for");
+  const Outcome failed = in_child([] {
+    printf("before");
+    fatal(7, "%s: got %d\nsecond line", "thing", 5);
+  });
+  CHECK_EQ(failed.status, 7);
+  CHECK_EQ(failed.out, "before");
+  CHECK_EQ(failed.err, "error: thing: got 5 second line\n");
+  fatal_throws = true;
+  try {
+    fatal(2, "caught");
+  } catch (const Fatal& error) {
+    CHECK(error.exit_code == 2 && error.message == "caught");
+  }
+  fatal_throws = false;
+
+  TEST("sizes that do not fit in 64 bits are refused, not wrapped");
+  const size_t big = size_t(1) << 32;
+  CHECK_EQ(checked_mul(big - 1, big + 1, "x"), SIZE_MAX);
+  CHECK_EQ(checked_mul(0, SIZE_MAX, "x"), 0u);
+  CHECK(refuses(in_child([&] { checked_mul(big, big, "w_gate"); }), 1,
+                "w_gate: 4294967296 * 4294967296 does not fit in 64 bits"));
+  CHECK(refuses(in_child([&] { checked_add(SIZE_MAX, 1, "sum"); }), 1,
+                "sum: 18446744073709551615 + 1 does not fit in 64 bits"));
+  CHECK(refuses(in_child([&] { alloc_array<float>(SIZE_MAX / 2, "acts"); }), 1,
+                "acts: 9223372036854775807 * 4 does not fit in 64 bits"));
+
+  TEST("memory: aligned, writable to the end, refused when there is too little");
+  for (size_t n : {size_t(0), size_t(1), size_t(17), size_t(100000)}) {
+    float* memory = alloc_array<float>(n, "test");
+    CHECK_EQ(reinterpret_cast<uintptr_t>(memory) % 64, 0u);
+#ifdef FILL_NAN
+    for (size_t i = 0; i < n; i++) CHECK(std::isnan(memory[i]));
+#endif
+    std::fill(memory, memory + n, 1.0f);
+    free_array(memory);
+  }
+#ifndef ADDRESS_SANITIZER  // which ends the program itself when asked for so much
+  CHECK(refuses(in_child([] { checked_alloc(size_t(1) << 60, "gradients"); }), 1,
+                "out of memory: gradients needs 1.0 EiB"));
+#endif
+
+  TEST("numbers from text: the whole text or nothing");
+  uint64_t n = 0;
+  double x = 0;
+  CHECK(parse_count("18446744073709551615", &n) && n == UINT64_MAX);
+  CHECK(parse_count("007", &n) && n == 7);
+  for (const char* bad : {"", " 1", "1 ", "-1", "+1", "1.0", "0x1", "1e3", "18446744073709551616",
+                          "99999999999999999999"})
+    if (!CHECK(!parse_count(bad, &n))) printf("     '%s'\n", bad);
+  CHECK(parse_double("-1.5e-3", &x) && x == -1.5e-3);
+  for (const char* bad : {"", "1x", "1 ", "nan", "inf", "1e999", "0x1p3", "--1", "1e", ".", "1,5"})
+    if (!CHECK(!parse_double(bad, &x))) printf("     '%s'\n", bad);
+
+  TEST("numbers to text and back: exactly the same, as short as may be");
+  CHECK_EQ(number_text(0.1), "0.1");
+  CHECK_EQ(number_text(0.1f), "0.1");
+  CHECK_EQ(number_text(1.0 / 3), "0.3333333333333333");
+  CHECK_EQ(number_text(6e-4), "0.0006");
+  for (uint64_t i = 0; i < 20000; i++) {
+    const Random4 r = philox(5, STREAM_TEST, i);
+    double d;
+    float f;
+    memcpy(&d, &r.x[0], 8);
+    memcpy(&f, &r.x[2], 4);
+    if (std::isfinite(d)) CHECK(strtod(number_text(d).c_str(), nullptr) == d);
+    if (std::isfinite(f)) CHECK(strtof(number_text(f).c_str(), nullptr) == f);
+  }
+  CHECK_EQ(human_bytes(0), "0 B");
+  CHECK_EQ(human_bytes(1023), "1023 B");
+  CHECK_EQ(human_bytes(1536), "1.5 KiB");
+  CHECK_EQ(human_bytes((size_t(1) << 30) - 1), "1.0 GiB");
+  CHECK_EQ(human_bytes(SIZE_MAX), "16.0 EiB");
+  CHECK_EQ(human_count(0), "0");
+  CHECK_EQ(human_count(999), "999");
+  CHECK_EQ(human_count(119800512), "119.8M");
+  CHECK_EQ(human_count(999950), "1.000M");
+  CHECK_EQ(human_count(1e13), "10.00T");
+  CHECK_EQ(human_count(417999, 3), "418k");
+}
+
+// ---- random.h ------------------------------------------------------------------------------------------
+
+static void test_random() {
+  TEST("Philox4x32-10: the three vectors its authors published");
+  const struct { uint64_t key, hi, lo; uint32_t want[4]; } vectors[] = {
+    {0, 0, 0, {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}},
+    {UINT64_MAX, UINT64_MAX, UINT64_MAX, {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}},
+    {0x299f31d0a4093822, 0x0370734413198a2e, 0x85a308d3243f6a88,
+     {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}},
+  };
+  for (const auto& v : vectors) {
+    const Random4 got = philox(v.key, v.hi, v.lo);
+    printf("     %08x %08x %08x %08x\n", got.x[0], got.x[1], got.x[2], got.x[3]);
+    for (int i = 0; i < 4; i++) CHECK_EQ(got.x[i], v.want[i]);
+  }
+
+  TEST("a number depends on seed, stream and place, and on nothing else");
+  const float first = normal(1, STREAM_INIT, 5);
+  normal(9, STREAM_SAMPLE, 123);
+  CHECK_EQ(normal(1, STREAM_INIT, 5), first);
+  CHECK(normal(2, STREAM_INIT, 5) != first);
+  CHECK(normal(1, STREAM_INIT + 1, 5) != first);
+  CHECK(normal(1, STREAM_INIT, 6) != first);
+  CHECK(normal(1, STREAM_INIT, 5 + (uint64_t(1) << 32)) != first);  // 2^32 numbers are not all
+
+  TEST("uniform: in [0, 1), evenly spread");
+  const size_t n = 1000000;
+  std::vector<int> counts(100);
+  double smallest = 1, largest = 0;
+  for (size_t i = 0; i < n; i++) {
+    const double u = uniform(3, STREAM_TEST, i);
+    smallest = std::min(smallest, u), largest = std::max(largest, u);
+    counts[size_t(u * 100)]++;
+  }
+  double chi_squared = 0;
+  for (int count : counts) chi_squared += (count - n / 100.0) * (count - n / 100.0) / (n / 100.0);
+  printf("     from %g to 1 - %g, chi squared %.1f, expected 99 +- 14\n", smallest, 1 - largest, chi_squared);
+  CHECK(smallest >= 0 && largest < 1);
+  CHECK_CLOSE(chi_squared, 99, 4 * 14.1);
+  CHECK(unit_interval(UINT32_MAX, UINT32_MAX) < 1 && unit_interval(0, 0) == 0);
+
+  TEST("normal: mean, variance, skewness, tails, neighbours unrelated");
+  double sum = 0, squares = 0, cubes = 0, products = 0, before = 0;
+  size_t beyond2 = 0;
+  for (size_t i = 0; i < n; i++) {
+    const double x = double(normal(4, STREAM_TEST, i));
+    sum += x, squares += x * x, cubes += x * x * x, products += x * before;
+    beyond2 += std::fabs(x) > 2;
+    before = x;
+  }
+  printf("     mean %.4f, variance %.4f, skewness %.4f, correlation %.4f, beyond 2 sigma %.3f%%\n", sum / n,
+         squares / n, cubes / n, products / n, 100.0 * double(beyond2) / n);
+  CHECK_CLOSE(sum / n, 0, 4e-3);  // four standard errors each
+  CHECK_CLOSE(squares / n, 1, 4 * 1.42e-3);
+  CHECK_CLOSE(cubes / n, 0, 4 * 3.9e-3);
+  CHECK_CLOSE(products / n, 0, 4e-3);
+  CHECK_CLOSE(double(beyond2) / n, 0.0455, 4 * 2.1e-4);
+
+  TEST("permute: every n up to 300, and some larger, is a permutation; epochs differ");
+  for (uint64_t size = 1; size <= 300; size++) {
+    std::vector<bool> seen(size);
+    for (uint64_t i = 0; i < size; i++) seen[permute(1, size, size, i)] = true;
+    CHECK_EQ(std::count(seen.begin(), seen.end(), true), std::ptrdiff_t(size));
+  }
+  for (uint64_t size : {4096, 4097, 65535, 100003}) {
+    std::vector<bool> seen(size);
+    size_t fixed = 0, same = 0;
+    for (uint64_t i = 0; i < size; i++) {
+      const uint64_t p = permute(1, 0, size, i);
+      seen[p] = true;
+      fixed += p == i;
+      same += p == permute(1, 1, size, i);
+    }
+    printf("     n = %d: %zu where they were, %zu where the next epoch has them\n", int(size), fixed, same);
+    CHECK_EQ(std::count(seen.begin(), seen.end(), true), std::ptrdiff_t(size));
+    CHECK(fixed < 10 && same < 10);
+  }
+  const uint64_t huge = (uint64_t(1) << 40) + 12345;
+  std::vector<uint64_t> far;
+  for (uint64_t i = 0; i < 1000; i++) far.push_back(permute(1, 0, huge, huge - 1 - i));
+  std::sort(far.begin(), far.end());
+  CHECK(std::adjacent_find(far.begin(), far.end()) == far.end() && far.back() < huge);
+  CHECK(far[500] > huge / 3 && far[500] < huge / 3 * 2);
+}
+
+// ---- schedule.h ----------------------------------------------------------------------------------------
+
+static void test_schedule() {
+  const double lr = 6e-4, ratio = 0.1;
+  TEST("schedule: first step, warm-up, peak, middle, last step, past the end");
+  const size_t steps = 1001, warmup = 100;
+  const auto rate = [&](size_t step) { return learning_rate(step, steps, warmup, lr, ratio); };
+  for (size_t step : {0, 50, 99, 100, 549, 550, 1000, 5000})
+    printf("     step %4zu: %.9e\n", step, rate(step));
+  CHECK_CLOSE(rate(0), lr / 100, 1e-18);  // never 0
+  CHECK_CLOSE(rate(49), lr / 2, 1e-18);
+  CHECK_EQ(rate(99), lr);
+  CHECK(rate(100) < lr && rate(100) > 0.9999 * lr);
+  // From the peak (step 99) to the last step (1000) there are 901 steps; half-way the cosine is 0.
+  CHECK_CLOSE((rate(549) + rate(550)) / 2, lr * (ratio + 1) / 2, 1e-9);
+  CHECK_CLOSE(rate(99 + 300), lr * (ratio + (1 - ratio) * 0.5 * (1 + std::cos(M_PI * 300 / 901))), 1e-15);
+  CHECK_CLOSE(rate(1000), lr * ratio, 1e-18);
+  CHECK_CLOSE(rate(1001), lr * ratio, 1e-18);
+  CHECK_CLOSE(rate(SIZE_MAX), lr * ratio, 1e-18);
+  for (size_t step = 1; step < 1100; step++)
+    CHECK(step < 100 ? rate(step) > rate(step - 1) : rate(step) <= rate(step - 1));
+
+  TEST("schedule: no warm-up, one step, warm-up as long as the run or longer, no steps");
+  CHECK_EQ(learning_rate(0, 10, 0, lr, ratio), lr);
+  CHECK_CLOSE(learning_rate(9, 10, 0, lr, ratio), lr * ratio, 1e-18);
+  CHECK_EQ(learning_rate(0, 1, 0, lr, ratio), lr);
+  CHECK_EQ(learning_rate(0, 1, 1, lr, ratio), lr);
+  CHECK_EQ(learning_rate(9, 10, 10, lr, ratio), lr);
+  CHECK_CLOSE(learning_rate(4, 10, 20, lr, ratio), lr / 4, 1e-18);
+  CHECK_CLOSE(learning_rate(0, 0, 0, lr, ratio), lr, 1e-18);
+  CHECK_CLOSE(learning_rate(7, 0, 0, lr, ratio), lr * ratio, 1e-18);
+  CHECK_EQ(learning_rate(5, 10, 2, lr, 1), lr);
+
+  TEST("schedule: a million million steps");
+  const size_t many = 1000000000000;
+  CHECK_CLOSE(learning_rate(many / 2, many, 0, lr, 0), lr / 2, 1e-12);
+  CHECK(learning_rate(many - 1000000, many, 0, lr, 0) > 0);
+  CHECK_EQ(learning_rate(many - 1, many, 0, lr, 0), 0.0);
+}
+
+// ---- sampler.h -----------------------------------------------------------------------------------------
+
+// Shares of the tokens drawn with `draws` numbers u spread evenly over [0, 1): off by at most 1 / draws each.
+static std::vector<double> shares(const std::vector<float>& logits, double temperature, size_t top_k,
+                                  double top_p) {
+  const size_t draws = 20000;
+  std::vector<double> share(logits.size());
+  for (size_t i = 0; i < draws; i++) {
+    const double u = (double(i) + 0.5) / draws;
+    share[size_t(sample_token(logits.data(), logits.size(), temperature, top_k, top_p, u))] += 1.0 / draws;
+  }
+  return share;
+}
+static std::vector<double> softmax(const std::vector<float>& logits, double temperature,
+                                   const std::vector<int>& keep) {
+  std::vector<double> p(logits.size());
+  double sum = 0;
+  for (int i : keep) sum += p[size_t(i)] = std::exp(double(logits[size_t(i)]) / temperature);
+  for (double& x : p) x /= sum;
+  return p;
+}
+static void check_shares(const std::vector<double>& got, const std::vector<double>& want) {
+  double worst = 0;
+  for (size_t i = 0; i < got.size(); i++) worst = std::max(worst, std::fabs(got[i] - want[i]));
+  printf("     largest difference of a share %.1e, allowed 1e-4\n", worst);
+  CHECK(worst < 1e-4);
+}
+
+static void test_sampler() {
+  const std::vector<float> logits = {0.5f, 2.0f, -1.0f, 2.0f, 1.0f, -3.0f};
+  const std::vector<int> all = {0, 1, 2, 3, 4, 5};
+  TEST("sampler: shares are the softmax, at several temperatures");
+  for (double temperature : {0.5, 1.0, 2.0})
+    check_shares(shares(logits, temperature, 0, 1), softmax(logits, temperature, all));
+  TEST("sampler: top-k keeps the k most likely, the lower token first among equals");
+  check_shares(shares(logits, 1, 3, 1), softmax(logits, 1, {1, 3, 4}));
+  check_shares(shares(logits, 1, 1, 1), {0, 1, 0, 0, 0, 0});
+  check_shares(shares(logits, 1, 6, 1), softmax(logits, 1, all));
+  check_shares(shares(logits, 1, 1000, 1), softmax(logits, 1, all));
+  TEST("sampler: top-p keeps the fewest that hold p");
+  const std::vector<double> p = softmax(logits, 1, all);  // 0.083 0.371 0.018 0.371 0.137 0.003 about
+  printf("     p = %.3f %.3f %.3f %.3f %.3f %.3f\n", p[0], p[1], p[2], p[3], p[4], p[5]);
+  check_shares(shares(logits, 1, 0, p[1] - 0.01), {0, 1, 0, 0, 0, 0});
+  check_shares(shares(logits, 1, 0, p[1] + 0.01), softmax(logits, 1, {1, 3}));
+  check_shares(shares(logits, 1, 0, 2 * p[1] + 0.01), softmax(logits, 1, {1, 3, 4}));
+  check_shares(shares(logits, 1, 0, 0), {0, 1, 0, 0, 0, 0});
+  TEST("sampler: top-k first, then top-p of what is left");
+  check_shares(shares(logits, 1, 2, 0.6), softmax(logits, 1, {1, 3}));
+  check_shares(shares(logits, 1, 2, 0.4), {0, 1, 0, 0, 0, 0});
+  TEST("sampler: temperature 0 is the most likely token, whatever u");
+  for (double u : {0.0, 0.5, 1 - 1e-16}) CHECK_EQ(sample_token(logits.data(), 6, 0, 0, 1, u), 1);
+
+  TEST("sampler: logits of +-1e4, and the largest floats there are");
+  const float huge = std::numeric_limits<float>::max();
+  for (float size : {1e4f, huge}) {
+    check_shares(shares({-size, size, 0, -size}, 1, 0, 1), {0, 1, 0, 0});
+    check_shares(shares({size, size, -size, size}, 1, 0, 1), {1.0 / 3, 1.0 / 3, 0, 1.0 / 3});
+    check_shares(shares({-size, -size}, 1, 0, 1), {0.5, 0.5});
+    check_shares(shares({-size, -size}, 1, 0, 0.7), {0.5, 0.5});
+    check_shares(shares({-size, size, -size}, 1e-3, 2, 0.9), {0, 1, 0});
+  }
+  check_shares(shares({1e4f, 1e4f + 1}, 1, 0, 1), softmax({0, 1}, 1, {0, 1}));
+
+  TEST("sampler: the ends of u, one token, a token of probability 0 is never drawn");
+  CHECK_EQ(sample_token(logits.data(), 6, 1, 0, 1, 0), 0);
+  CHECK_EQ(sample_token(logits.data(), 6, 1, 0, 1, 1 - 0x1p-53), 5);
+  CHECK_EQ(sample_token(logits.data(), 1, 1, 0, 1, 0.7), 0);
+  const std::vector<float> zero_first = {-1e4f, 0};
+  CHECK_EQ(sample_token(zero_first.data(), 2, 1, 0, 1, 0), 1);
+}
+
+// ---- json.h, log.h -------------------------------------------------------------------------------------
+
+static void test_json() {
+  TEST("JSON: what is read");
+  Json json;
+  const char* all = R"( {"a" : [1, -2.5e3, "x\"\\\/\b\f\n\r\t\u00e9\uD83d\ude00", true, false, null, {}, []]})";
+  CHECK_EQ(JsonParser::parse(all, &json), "");
+  const Json* a = json.find("a");
+  CHECK(a && a->type == Json::array && a->values.size() == 8);
+  size_t count = 0;
+  double x = 0;
+  CHECK(a->values[0].as_count(&count) && count == 1 && !a->values[1].as_count(&count));
+  CHECK(a->values[1].as_double(&x) && x == -2500);
+  CHECK_EQ(a->values[2].text, "x\"\\/\b\f\n\r\t\u00e9\U0001f600");
+  CHECK(a->values[3].text == "true" && a->values[5].type == Json::null && !json.find("b"));
+  CHECK_EQ(JsonParser::parse("18446744073709551615", &json), "");
+  CHECK(json.as_count(&count) && count == SIZE_MAX);
+  CHECK_EQ(JsonParser::parse(std::string(32, '[') + std::string(32, ']'), &json), "");
+
+  TEST("JSON: what is refused");
+  for (const char* bad : {"", " ", "{", "}", "[", "[1,]", "[1 2]", "1 2", "tru", "nul", "NaN", "-", "1.2.3",
+                          "0x10", R"({"a"})", R"({"a":})", R"({"a":1,})", R"({a:1})", R"({"a":1 "b":2})",
+                          R"({"a":1,"a":2})", R"(")", R"("a)", R"("\)", R"("\x")", R"("\u12")", R"("\u12g4")",
+                          R"("\ud83d")", R"("\ude00")", R"("\ud83d\u0041")", "\"\n\""}) {
+    Json value;
+    const std::string error = JsonParser::parse(bad, &value);
+    if (!CHECK(error.compare(0, 16, "bad JSON at byte") == 0)) printf("     %s: '%s'\n", bad, error.c_str());
+  }
+  Json value;
+  CHECK_EQ(JsonParser::parse(std::string("1\0", 2), &value), "bad JSON at byte 1: more text after the value");
+  CHECK_EQ(JsonParser::parse(std::string("\"a\0\"", 4), &value),
+           "bad JSON at byte 2: control character in a string");
+  std::string many = "[0";
+  for (int i = 0; i < 1000001; i++) many += ",0";
+  CHECK(JsonParser::parse(many + "]", &value).find("too many values") != std::string::npos);
+
+  TEST("JSON: text of any bytes becomes a string that reads back");
+  for (uint64_t i = 0; i < 2000; i++) {
+    std::string text;
+    for (uint64_t j = 0; j < 20; j++) text += char(philox(i, STREAM_TEST, j).x[0] % (i % 2 ? 256 : 128));
+    CHECK_EQ(JsonParser::parse(json_quote(text), &value), "");
+    if (i % 2 == 0) CHECK_EQ(value.text, text);  // ASCII, control characters included, comes back as it was
+  }
+  CHECK_EQ(json_quote("caf\u00e9 \xff\xc3"), "\"caf\u00e9 \\ufffd\\ufffd\"");
+}
+
+static std::vector<Json> read_log(const std::string& path) {
+  std::vector<Json> events;
+  std::istringstream lines(read_file(path));
+  for (std::string line; std::getline(lines, line);) {
+    events.emplace_back();
+    CHECK_EQ(JsonParser::parse(line, &events.back()), "");
+  }
+  return events;
+}
+
+static void test_log() {
+  Scratch folder;
+  const std::string path = folder / "log.jsonl";
+  TEST("log: losses read back exactly, as float and as double; what is not finite is null");
+  const size_t n = 500;
+  {
+    Log log(folder.path);
+    for (size_t i = 0; i < n; i++) {
+      const float loss = normal(1, STREAM_TEST, i);
+      const double norm = uniform(2, STREAM_TEST, i);
+      log.write(Event("step").add("step", i).add("loss", loss).add("norm", norm));
+    }
+    log.write(Event("val").add("step", n).add("loss", NAN).add("norm", HUGE_VAL).add("text", "a\n\"b\""));
+    log.write(Event("routes").add("qk", std::vector<std::vector<double>>{{1}, {0.1, 0.9}, {}}));
+  }
+  std::vector<Json> events = read_log(path);
+  CHECK_EQ(events.size(), n + 2);
+  for (size_t i = 0; i < n; i++) {
+    CHECK_EQ(strtof(events[i].find("loss")->text.c_str(), nullptr), normal(1, STREAM_TEST, i));
+    CHECK_EQ(strtod(events[i].find("norm")->text.c_str(), nullptr), uniform(2, STREAM_TEST, i));
+  }
+  CHECK(events[n].find("loss")->type == Json::null && events[n].find("norm")->type == Json::null);
+  CHECK_EQ(events[n].find("text")->text, "a\n\"b\"");
+  CHECK_EQ(events[n].find("event")->text, "val");
+  const Json* qk = events[n + 1].find("qk");
+  CHECK(qk->values.size() == 3 && qk->values[1].values[1].text == "0.9" && qk->values[2].values.empty());
+
+  TEST("log: resuming drops later events, the end of the run, a torn line and rubbish; a new run starts empty");
+  {
+    Log log(folder.path);
+    log.write(Event("config").add("layers", 4));
+    for (size_t i = 1; i <= 9; i++) log.write(Event("step").add("step", i));
+    log.write(Event("done").add("step", 5));
+  }
+  const std::string rubbish = "rubbish\n[1]\n{\"event\":\"step\",\"step\":\"x\"}\n", torn = "{\"step\":3";
+  write_file(path, read_file(path) + rubbish + torn);
+  { Log log(folder.path, 5); log.write(Event("step").add("step", 6).add("again", 1)); }
+  events = read_log(path);
+  CHECK_EQ(events.size(), 7u);
+  CHECK_EQ(events[0].find("event")->text, "config");
+  for (size_t i = 1; i <= 6; i++) CHECK_EQ(events[i].find("step")->text, std::to_string(i));
+  CHECK(events[6].find("again") != nullptr);
+  CHECK(!std::filesystem::exists(path + ".tmp"));
+  std::filesystem::create_directory(folder / "new");
+  { Log log(folder / "new", 5); }
+  CHECK_EQ(read_file(folder / "new/log.jsonl"), "");
+
+  TEST("log: no folder, a full disk: refused, with the file named");
+  CHECK(refuses(in_child([&] { Log log(folder / "none"); }), 1, "none/log.jsonl: cannot open: No such file"));
+  std::filesystem::create_symlink("/dev/full", folder / "new/full");
+  std::filesystem::rename(folder / "new/full", folder / "new/log.jsonl");
+  CHECK(refuses(in_child([&] { Log(folder / "new").write(Event("step")); }), 1,
+                "log.jsonl: cannot write: No space left on device"));
+}
+
+// ---- flops.h, report.h ---------------------------------------------------------------------------------
+
+static void test_flops() {
+  TEST("FLOPs of a small model, counted by hand");
+  Config c;
+  c.L = 2, c.C = 8, c.NH = 2, c.F = 20, c.S = 2, c.V = 30;
+  const Flops f = forward_flops(c, 5);
+  CHECK_EQ(f.matmul, 2.0 * (2 * (8 * 16 + 8 * 8 + 8 * 8 + 3 * 8 * 20) + 30 * 8));
+  CHECK_EQ(f.attention, 2 * 8 * 4 * (1 + 2 + 3 + 4 + 5) / 5.0);  // 2 layers, 4C operations for each token met
+  // Sources read, by sublayer: attention 1, feed-forward 2, attention 2, feed-forward 3, output 3.
+  CHECK_EQ(f.routes, 4.0 * 8 * (2 * 1 + 2 + 2 * 2 + 3 + 3));
+  c.arch = Arch::block;
+  CHECK_EQ(forward_flops(c, 5).routes, 4.0 * 8 * (1 + 2 + 2 + 3 + 3));
+  c.arch = Arch::residual;
+  CHECK_EQ(forward_flops(c, 5).routes, 0.0);
+  CHECK_EQ(training_flops(c, 5).total(), 3 * forward_flops(c, 5).total());
+
+  TEST("peaks: full names only, none is guessed");
+  CHECK_EQ(peak_bf16_flops("NVIDIA H100 80GB HBM3"), 989e12);
+  CHECK_EQ(peak_bf16_flops("NVIDIA A100-SXM4-80GB"), 312e12);
+  for (const char* name : {"", "NVIDIA", "NVIDIA A10G", "NVIDIA H100", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"})
+    CHECK_EQ(peak_bf16_flops(name), 0.0);
+}
+
+static void test_report() {
+  TEST("the step line");
+  StepReport r = {7, 1000, 7.1234, 1.234, 6e-4, 0.312, 130416, 130};
+  std::string line = step_line(r);
+  printf("     %s", line.c_str());
+  CHECK_EQ(line, "step    7/1000 | loss 7.1234 | norm 1.234 | lr 6.00e-04 | 312 ms | 418k tok/s | eta 2m10s\n");
+  r.flops = 0.41 * 989e12 * 0.312, r.peak_flops = 989e12;
+  line = step_line(r);
+  printf("     %s", line.c_str());
+  CHECK_EQ(line, "step    7/1000 | loss 7.1234 | norm 1.234 | lr 6.00e-04 | 312 ms | 41% of 989 TFLOP/s"
+                 " | 418k tok/s | eta 2m10s\n");
+  r = {1000, 1000, 1.0, 0.5, 1e-5, 0.0021, 64, -1};
+  CHECK_EQ(step_line(r), "step 1000/1000 | loss 1.0000 | norm 0.500 | lr 1.00e-05 | 2.1 ms | 30.5k tok/s\n");
+
+  TEST("durations and long numbers");
+  CHECK_EQ(duration_text(0.4), "0s");
+  CHECK_EQ(duration_text(59.6), "1m00s");
+  CHECK_EQ(duration_text(130), "2m10s");
+  CHECK_EQ(duration_text(3 * 3600 + 5 * 60), "3h05m");
+  CHECK_EQ(duration_text(86400 * 2 + 4 * 3600), "2d04h");
+  CHECK_EQ(duration_text(NAN), "?");
+  CHECK_EQ(with_commas(0), "0");
+  CHECK_EQ(with_commas(999), "999");
+  CHECK_EQ(with_commas(1000), "1,000");
+  CHECK_EQ(with_commas(1234567890), "1,234,567,890");
+
+  TEST("the picture of the depth routes");
+  Config c;
+  c.L = 3, c.S = 4;
+  RouteStats stats;
+  stats.qk = {{4}, {1, 3}, {1, 3}};
+  stats.v = {{4}, {2, 2}, {4, 0}};
+  stats.js_nats = {0, 4 * 0.0123, 4 * NATS_PER_BIT};
+  stats.divide(4);
+  const std::string picture = route_picture(c, stats);
+  printf("%s", picture.c_str());
+  CHECK_EQ(picture,
+           "depth routes    E     B1    part    JS nats   bits\n"
+           "  layer  0  QK   \u2588100                0.0000 0.0000\n"
+           "            V    \u2588100\n"
+           "  layer  1  QK   \u2582 25        \u2586 75    0.0123 0.0177\n"
+           "            V    \u2584 50        \u2584 50\n"
+           "  layer  2  QK   \u2582 25  \u2586 75          0.6931 1.0000\n"
+           "            V    \u2588100     0\n");
+  c.arch = Arch::block;
+  for (auto& row : stats.v) row.clear();
+  CHECK_EQ(route_picture(c, stats).substr(0, 60),
+           "depth routes    E     B1    part\n  layer  0  QKV  \u2588100\n  l");
+  c.arch = Arch::residual;
+  CHECK_EQ(route_picture(c, stats), "");
+
+  TEST("the tables at the start: every setting once, a star at those given; exact counts; sums");
+  Options o;
+  char program[] = "t", flag[] = "--seed=3";
+  char* argv[] = {program, flag};
+  o = parse_flags(2, argv, Device::cpu);
+  const Config config = config_from(o, 257);
+  const std::string settings = settings_table(o);
+  for (const Flag& f : flag_table()) {
+    const std::string cell = format(" %c%-17s", o.given.count(f.name) ? '*' : ' ', f.name);
+    const bool shown = settings.find(cell) != std::string::npos;
+    if (!CHECK_EQ(shown, available(f, Device::cpu))) printf("     %s\n", f.name);
+  }
+  const std::string model = model_table(config);
+  printf("%s", model.c_str());
+  CHECK(model.find("parameters  " + with_commas(count_params(config).total) + " (") != std::string::npos);
+  CHECK_EQ(memory_table({{"parameters", 1536}, {"activations", 512}}),
+           "memory\n  parameters                   1.5 KiB\n  activations                    512 B\n"
+           "  together                     2.0 KiB\n");
+  CHECK_EQ(data_line("train", TokenData::from_tokens(std::vector<uint16_t>(1001), "here", 257), 100),
+           "train       here: 1 shard, 1,001 tokens, 10 windows of 100\n");
+  CHECK(schedule_table(o, o.steps * o.total_batch / 2).find(", 2.00 epochs") != std::string::npos);
+  CHECK_EQ(validation_line("val", 100, 0, 5),
+           "val    step 100 | loss 0.0000 nats a token | perplexity 1 | 5 tokens\n");
+}
+
+int main() {
+  test_check();
+  test_random();
+  test_schedule();
+  test_sampler();
+  test_json();
+  test_log();
+  test_flops();
+  test_report();
+  return finish();
+}
