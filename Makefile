@@ -39,7 +39,7 @@ GENCODE  := $(if $(GPU_ARCH),-gencode arch=compute_$(GPU_ARCH)$(COMMA)code=sm_$(
               -gencode arch=compute_80$(COMMA)code=sm_80 -gencode arch=compute_90$(COMMA)code=[sm_90$(COMMA)compute_90])
 NVFLAGS  := -std=c++17 -O3 -I. $(GENCODE) -Xcompiler -Wall,-Wextra,-Wno-unknown-pragmas -lcublasLt -ldl
 
-.PHONY: all train test test_gpu ptxas doc paired help clean found need_nvcc
+.PHONY: all train train_emulated test test_gpu ptxas doc paired help clean found need_nvcc
 all: found train_rdattnres_cpu
 
 found:
@@ -60,8 +60,13 @@ $(BUILD)/test_%: tests/test_%.cpp Makefile | $(BUILD)
 $(BUILD)/test_%_fast $(BUILD)/test_%_asan $(BUILD)/test_%_race: tests/test_%.cu dev/emulator/build.sh | $(BUILD)
 	bash dev/emulator/build.sh $(lastword $(subst _, ,$@)) $< $@ -I. -MMD -MP -MT $@ -MF $@.d
 
-train_emulated: train_rdattnres.cu dev/emulator/build.sh | $(BUILD)
-	bash dev/emulator/build.sh fast $< $@ -I. -MMD -MP -MT $@ -MF $(BUILD)/$@.d
+$(BUILD)/train_emulated: train_rdattnres.cu dev/emulator/build.sh | $(BUILD)
+	bash dev/emulator/build.sh fast $< $@ -I. -MMD -MP -MT $@ -MF $@.d
+
+# A small sibling of the tiny preset: every CUDA thread is played by the CPU, so a step takes seconds.
+train_emulated: $(BUILD)/train_emulated
+	$< --layers 2 --width 64 --heads 2 --ffn 96 --context 64 --batch 4 --steps 20 --warmup 2 --val-every 10 --val-tokens 1024 \
+	  --sample-tokens 0 --out runs/emulated $(ARGS)
 
 train_rdattnres: train_rdattnres.cu Makefile | need_nvcc $(BUILD)
 	$(NVCC) $(NVFLAGS) -MMD -MP -MF $(BUILD)/$@.d $< -o $@
@@ -101,12 +106,18 @@ help:
 	@echo "make train              train the tiny preset on generated stories; ARGS='--seed 2' adds flags"
 	@echo "make test               run every test; ends with: N passed, N failed, N skipped"
 	@echo "make data/text_to_shards  the tool that turns text into token shards"
+	@echo "make train_rdattnres    the CUDA trainer; needs nvcc. GPU_ARCH=90 names the architecture; default: the card's,"
+	@echo "                        or code for 8.0 and 9.0 and PTX where there is no card"
+	@echo "make train_emulated     the CUDA trainer without a GPU: a very small run through dev/emulator"
+	@echo "make test_gpu           the CUDA tests on a real card"
+	@echo "make ptxas              registers, spills and shared memory of every kernel"
+	@echo "make doc                the symbol table and the picture, made again"
 	@echo "make clean              remove what was built (runs/ stays)"
 	@echo
 	@echo "switches: CXX=clang++   PORTABLE=1 (not only this processor)   NO_OMP=1 (one thread)"
 	@echo "          CXXFLAGS='-O1 -g -fsanitize=address,undefined'"
 
 clean:
-	rm -rf $(BUILD) train_rdattnres_cpu data/text_to_shards
+	rm -rf $(BUILD) train_rdattnres_cpu train_rdattnres data/text_to_shards
 
 -include $(wildcard $(BUILD)/*.d)
