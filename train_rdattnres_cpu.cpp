@@ -80,9 +80,10 @@ inline void split_average(real* da, real* db, size_t n) {  // da holds the gradi
   for (size_t i = 0; i < n; i++) da[i] = db[i] = da[i] / 2;
 }
 
-// e^x to within one unit in the last place, in operations that compilers vectorise (std::exp is a call for
-// every number). x = n ln 2 + r with |r| <= ln 2 / 2, so e^x = 2^n e^r: a polynomial for e^r, and 2^n put
-// together from its bits, as two factors so that results near zero and infinity come out right.
+// e^x to about one unit in the last place (1.2 where there is no fused multiply-add), in operations that
+// compilers vectorise (std::exp is a call for every number). x = n ln 2 + r with |r| <= ln 2 / 2, so
+// e^x = 2^n e^r: a polynomial for e^r, and 2^n put together from its bits, as two factors so that results near
+// zero and infinity come out right.
 inline real exponential(real x) {
   if constexpr (sizeof(real) != sizeof(float)) return std::exp(x);
   float y = float(x);
@@ -92,7 +93,7 @@ inline real exponential(real x) {
   const float shifted = y * 1.44269504f + shift, n = shifted - shift;
   const float r = (y - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts, the first exact times n
   float e = 0.0013814465f;
-  for (float coefficient : {0.008368781f, 0.041668393f, 0.1666652f, 0.49999994f, 1.0f, 1.0f}) e = e * r + coefficient;
+  for (float c : {0.008368781f, 0.041668393f, 0.1666652f, 0.49999994f, 1.0f, 1.0f}) e = e * r + c;
   int32_t bits, low, high;
   memcpy(&bits, &shifted, sizeof(bits));
   bits -= 0x4B400000;  // the bits of `shift`
@@ -298,13 +299,15 @@ void rmsnorm_backward(real* dh,            // (BT,C)
 
 // ---- matrix products -----------------------------------------------------------------------------------
 
-// Nearly all the time goes here. Three ideas make it fast, the ladder in dev/cpu takes them one by one:
-//   - a tile of MR x NR sums stays in vector registers while k runs; each step is MR * 2 multiply-adds for 2 loads;
-//   - both matrices are first packed into panels that hold, for each k, just the MR (or NR) numbers that the
-//     tile needs next to each other: the inner loop reads memory straight ahead, and packing absorbs transposes;
-//   - k is cut so that a panel stays in the first-level cache, M and N so that what is packed stays in the last.
-// Every element is summed in the same order whatever the number of rows or threads: edges run the same tile on
-// zero-padded panels.
+// Nearly all the time goes here. Three ideas make it fast, and the ladder in dev/cpu takes them one by one:
+//   - a tile of MR x NR sums stays in vector registers while k runs: MR * 2 multiply-adds for MR + 2 loads;
+//   - B is packed into panels of NR columns, the NR numbers of each k side by side, so that the inner loop
+//     reads straight ahead. A is read where it is, unless it is stored transposed: then a step in k is a jump,
+//     and panels of MR rows are packed as well. Packing absorbs every transpose;
+//   - k is cut so that an A panel stays in the first-level cache and a B panel in the second, M and N so that
+//     all that is packed stays in the third.
+// Every element is summed in the same order whatever the number of rows or threads: a tile at the edge is the
+// same tile on zero-padded panels.
 #if defined(__AVX512F__)
 constexpr size_t VECTOR_BYTES = 64, REGISTERS = 32;
 #elif defined(__AVX__)
@@ -322,8 +325,11 @@ constexpr size_t MT = 64 / MR * MR, NT = 128 / NR * NR;          // what one thr
 constexpr size_t MB = 1536 / MT * MT, NB = 1536 / NT * NT;       // what is packed at a time
 alignas(64) static real packed_a[MB * KC], packed_b[NB * KC];
 
-// The register tile: out(MR,NR) = A(MR,K) b(K,NR), or += with `add`. Element (i,k) of A is a[i * a_row + k * a_k].
-inline void matmul_tile(real* out, size_t ldo, const real* a, size_t a_row, size_t a_k, const real* b, size_t K, bool add) {
+// The register tile: out(MR,NR) = A(MR,K) B(K,NR), or += with `add`. A has strides, b is a packed panel.
+// Not inlined: on its own, the compiler keeps all sums in registers and nothing else.
+__attribute__((noinline)) inline void matmul_tile(real* out, size_t ldo,
+                                                  const real* a, size_t a_row, size_t a_k,
+                                                  const real* b, size_t K, bool add) {
   vec sum[MR][2] = {};
   for (size_t k = 0; k < K; k++, a += a_k, b += NR) {
     const vec b0 = *reinterpret_cast<const vec*>(b), b1 = *reinterpret_cast<const vec*>(b + LANES);
@@ -338,9 +344,10 @@ inline void matmul_tile(real* out, size_t ldo, const real* a, size_t a_row, size
   }
 }
 // The same where only m x n of the tile lie inside the matrix.
-inline void matmul_edge(real* out, size_t ldo, size_t m, size_t n, const real* a, const real* b, size_t K, bool add) {
+inline void matmul_edge(real* out, size_t ldo, size_t m, size_t n, const real* a, size_t a_row, size_t a_k,
+                        const real* b, size_t K, bool add) {
   real whole[MR * NR];
-  matmul_tile(whole, NR, a, 1, MR, b, K, false);
+  matmul_tile(whole, NR, a, a_row, a_k, b, K, false);
   for (size_t i = 0; i < m; i++)
     for (size_t j = 0; j < n; j++) out[i * ldo + j] = (add ? out[i * ldo + j] : 0) + whole[i * NR + j];
 }
@@ -353,7 +360,7 @@ void pack_panel(real* panel, const real* source, size_t stride, size_t k_stride,
   size_t k = 0;
   if (n == W && stride == 1) {
     for (; k < K; k++) memcpy(panel + k * W, source + k * k_stride, W * sizeof(real));
-  } else if (n == W && k_stride == 1) {  // transpose in blocks small enough for the compiler to shuffle in registers
+  } else if (n == W && k_stride == 1) {  // transpose in blocks that compilers can shuffle in registers
     for (; k + DEPTH <= K; k += DEPTH)
       for (size_t g = 0; g < W; g += GROUP) {
         real block[DEPTH][GROUP];
@@ -368,9 +375,9 @@ void pack_panel(real* panel, const real* source, size_t stride, size_t k_stride,
 
 // out(M,N) = A(M,K) B(K,N), or += with `accumulate`. Element (i,k) of A is a[i * lda + k], or a[k * lda + i]
 // if it is stored transposed; likewise B. ldo, lda, ldb: distance between stored rows.
-void matmul(real* out, size_t ldo, const real* a, size_t lda, bool trans_a, const real* b, size_t ldb, bool trans_b,
-            size_t M, size_t N, size_t K, bool accumulate) {
-  const size_t cuts = (K + KC - 1) / KC, kc = cuts > 0 ? (K + cuts - 1) / cuts : 0;
+void matmul(real* out, size_t ldo, const real* a, size_t lda, bool trans_a, const real* b, size_t ldb,
+            bool trans_b, size_t M, size_t N, size_t K, bool accumulate) {
+  const size_t cuts = (K + KC - 1) / KC, kc = cuts > 0 ? (K + cuts - 1) / cuts : 0;  // even cuts of K
   const size_t a_row = trans_a ? 1 : lda, a_k = trans_a ? lda : 1;
   const size_t b_col = trans_b ? ldb : 1, b_k = trans_b ? 1 : ldb;
 #pragma omp parallel
@@ -378,22 +385,25 @@ void matmul(real* out, size_t ldo, const real* a, size_t lda, bool trans_a, cons
     for (size_t n0 = 0; n0 < N; n0 += NB)
       for (size_t k0 = 0; k0 < K; k0 += kc) {
         const size_t m = std::min(MB, M - m0), n = std::min(NB, N - n0), k = std::min(kc, K - k0);
+        const size_t in_place = trans_a ? 0 : m / MR * MR;  // rows of A that are not packed
+        const real *a0 = a + m0 * a_row + k0 * a_k, *b0 = b + n0 * b_col + k0 * b_k;
         const bool add = accumulate || k0 > 0;
 #pragma omp for nowait
-        for (size_t i = 0; i < m; i += MR)
-          pack_panel<MR>(packed_a + i * k, a + (m0 + i) * a_row + k0 * a_k, a_row, a_k, std::min(MR, m - i), k);
+        for (size_t i = in_place; i < m; i += MR)
+          pack_panel<MR>(packed_a + i * k, a0 + i * a_row, a_row, a_k, std::min(MR, m - i), k);
 #pragma omp for
         for (size_t j = 0; j < n; j += NR)
-          pack_panel<NR>(packed_b + j * k, b + (n0 + j) * b_col + k0 * b_k, b_col, b_k, std::min(NR, n - j), k);
+          pack_panel<NR>(packed_b + j * k, b0 + j * b_col, b_col, b_k, std::min(NR, n - j), k);
 #pragma omp for collapse(2) schedule(dynamic)
         for (size_t i0 = 0; i0 < m; i0 += MT)
           for (size_t j0 = 0; j0 < n; j0 += NT)
             for (size_t i = i0; i < std::min(m, i0 + MT); i += MR)
               for (size_t j = j0; j < std::min(n, j0 + NT); j += NR) {
                 real* o = out + (m0 + i) * ldo + n0 + j;
-                const real *pa = packed_a + i * k, *pb = packed_b + j * k;
-                if (m - i >= MR && n - j >= NR) matmul_tile(o, ldo, pa, 1, MR, pb, k, add);
-                else matmul_edge(o, ldo, std::min(MR, m - i), std::min(NR, n - j), pa, pb, k, add);
+                const real *ta = i < in_place ? a0 + i * lda : packed_a + i * k, *tb = packed_b + j * k;
+                const size_t row = i < in_place ? lda : 1, step = i < in_place ? 1 : MR;
+                if (m - i >= MR && n - j >= NR) matmul_tile(o, ldo, ta, row, step, tb, k, add);
+                else matmul_edge(o, ldo, std::min(MR, m - i), std::min(NR, n - j), ta, row, step, tb, k, add);
               }
       }
 }
@@ -450,25 +460,27 @@ void rope_backward(real* dqkv, size_t B, size_t T, size_t C, size_t NH) { rope_r
 // Per head: score_tu = q_t . k_u / sqrt(HS) for u <= t, a = softmax over u, att_t = sum_u a_tu v_u.
 // No (T,T) matrix is kept: lse_t = log sum_u exp(score_tu) is enough to rebuild a_tu = exp(score_tu - lse_t).
 //
-// A thread takes one head, NR queries at a time, against the keys up to the last of them: what it works on stays
-// in its cache, memory grows with T, and tiles of keys that no query sees are never touched. Every product is made
-// of the register tiles above. Scores stand as (keys, queries), so the softmax runs down the columns: a vector
-// holds one key's score for many queries, and nothing is ever summed across a vector.
+// A thread takes one head, NR queries at a time, against the keys up to the last of them: what it works on
+// stays in its cache, memory grows with T, and tiles of keys that no query sees are never touched. Every
+// product is made of the register tiles above. Scores stand as (keys, queries), so the softmax runs down the
+// columns: a vector holds one key's score for many queries, and nothing is ever summed across a vector.
 constexpr size_t SCORE_ROW = (NR + MR - 1) / MR * MR;  // a row of scores also serves as A, in steps of MR
 
 // out(rows,NR) = A(rows,K) b(K,NR), or +=; rows are rounded up to MR, and out and A must have that many.
-inline void matmul_rows(real* out, size_t ldo, const real* a, size_t a_row, size_t a_k, const real* b, size_t rows, size_t K,
-                        bool add) {
+inline void matmul_rows(real* out, size_t ldo, const real* a, size_t a_row, size_t a_k, const real* b,
+                        size_t rows, size_t K, bool add) {
   for (size_t i = 0; i < rows; i += MR) matmul_tile(out + i * ldo, ldo, a + i * a_row, a_row, a_k, b, K, add);
 }
 
-// One head's vectors (n,HS), `stride` apart, as panels of NR columns: panel i holds (rows,NR), columns past HS zero.
+// One head's vectors (n,HS), `stride` apart, as panels of NR columns, each (rows,NR); columns past HS are zero.
 inline void head_panels(real* panels, const real* head, size_t stride, size_t n, size_t rows, size_t HS) {
-  for (size_t i = 0; i < HS; i += NR) pack_panel<NR>(panels + i * rows, head + i, 1, stride, std::min(NR, HS - i), n);
+  for (size_t i = 0; i < HS; i += NR)
+    pack_panel<NR>(panels + i * rows, head + i, 1, stride, std::min(NR, HS - i), n);
 }
 
 // scores(keys,NR) = x_u . y_t for the rows x of panels and the columns y of yt (HS,NR).
-inline void head_products(real* scores, const real* x_panels, const real* yt, size_t keys, size_t rows, size_t HS) {
+inline void head_products(real* scores, const real* x_panels, const real* yt, size_t keys, size_t rows,
+                          size_t HS) {
   for (size_t i = 0; i < HS; i += NR)
     matmul_rows(scores, SCORE_ROW, x_panels + i * rows, NR, 1, yt + i * NR, keys, std::min(NR, HS - i), i > 0);
 }
@@ -509,7 +521,8 @@ void attention_forward(real* att,        // (B,T,C)
             matmul_rows(&out[i], columns, a.data(), 1, SCORE_ROW, &v[i * rows], queries, keys, false);
           for (size_t t = 0; t < queries; t++) {
             lse[(b * NH + head) * T + t0 + t] = top[t] + std::log(sum[t]);
-            for (size_t i = 0; i < HS; i++) att[(b * T + t0 + t) * C + head * HS + i] = out[t * columns + i] / sum[t];
+            real* att_t = att + (b * T + t0 + t) * C + head * HS;
+            for (size_t i = 0; i < HS; i++) att_t[i] = out[t * columns + i] / sum[t];
           }
         }
       }
@@ -528,7 +541,7 @@ void attention_backward(real* dqkv,                        // (B,T,3C)
   const real scale = 1 / std::sqrt(real(HS));
 #pragma omp parallel
   {
-    std::vector<real> k(rows * columns), v(k), dk(k), dv(k);            // panels, and gradients, of the whole head
+    std::vector<real> k(rows * columns), v(k), dk(k), dv(k);              // of the whole head
     std::vector<real> qt(HS * NR), dattt(qt), a(rows * SCORE_ROW), da(a);  // of one tile of queries
     std::vector<real> q_rows(NR * columns), datt_rows(q_rows), dq_rows(SCORE_ROW * columns);
 #pragma omp for collapse(2) schedule(dynamic)
@@ -541,10 +554,12 @@ void attention_backward(real* dqkv,                        // (B,T,3C)
         std::fill(dk.begin(), dk.end(), real(0)), std::fill(dv.begin(), dv.end(), real(0));
         for (size_t t0 = 0; t0 < T; t0 += NR) {
           const size_t queries = std::min(NR, T - t0), keys = std::min((t0 + queries + MR - 1) / MR * MR, rows);
-          const real *q_t = q + t0 * 3 * C, *datt_t = datt + (b * T + t0) * C + head * HS;
+          const real* q_t = q + t0 * 3 * C;
+          const size_t first = (b * T + t0) * C + head * HS;
+          const real *datt_t = datt + first, *att_t = att + first;
           real delta[NR] = {}, lse_t[NR];
           for (size_t t = 0; t < NR; t++) lse_t[t] = t < queries ? lse[(b * NH + head) * T + t0 + t] : INFINITY;
-          for (size_t t = 0; t < queries; t++) delta[t] = dot(datt_t + t * C, att + (b * T + t0 + t) * C + head * HS, HS);
+          for (size_t t = 0; t < queries; t++) delta[t] = dot(datt_t + t * C, att_t + t * C, HS);
           pack_panel<NR>(qt.data(), q_t, 3 * C, 1, queries, HS);
           pack_panel<NR>(dattt.data(), datt_t, C, 1, queries, HS);
           head_panels(q_rows.data(), q_t, 3 * C, queries, NR, HS);
@@ -564,7 +579,8 @@ void attention_backward(real* dqkv,                        // (B,T,3C)
             matmul_rows(&dk[i], columns, da.data(), SCORE_ROW, 1, &q_rows[i * NR], keys, queries, true);
             matmul_rows(&dq_rows[i], columns, da.data(), 1, SCORE_ROW, &k[i * rows], queries, keys, false);
           }
-          for (size_t t = 0; t < queries; t++) memcpy(dq + (t0 + t) * 3 * C, &dq_rows[t * columns], HS * sizeof(real));
+          for (size_t t = 0; t < queries; t++)
+            memcpy(dq + (t0 + t) * 3 * C, &dq_rows[t * columns], HS * sizeof(real));
         }
         for (size_t t = 0; t < T; t++) {
           memcpy(dq + t * 3 * C + C, &dk[t * columns], HS * sizeof(real));
@@ -583,7 +599,8 @@ void swiglu_forward(real* act,                          // (n)
 #pragma omp parallel for
   for (size_t begin = 0; begin < n; begin += CHUNK)
 #pragma omp simd
-    for (size_t i = begin; i < std::min(begin + CHUNK, n); i++) act[i] = gate[i] / (1 + exponential(-gate[i])) * up[i];
+    for (size_t i = begin; i < std::min(begin + CHUNK, n); i++)
+      act[i] = gate[i] / (1 + exponential(-gate[i])) * up[i];
 }
 
 // forward: act = g sigmoid(g) up       dup = dact silu(g)      dg = dact up sigmoid(g) (1 + g (1 - sigmoid(g)))
