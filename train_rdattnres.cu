@@ -10,11 +10,12 @@
 //   floatX is the storage type: bf16 (the default) or float (--dtype fp32, for checking). Activations, their
 //   gradients and the matrices that products read are floatX. Master weights, moments, gradients of parameters,
 //   norms, gains, queries, softmax statistics and every sum are float32.
-//   What rounds to floatX, and nothing else: the embedding row, x (normalised mix), qkv before and after rope,
+//   What rounds to floatX, and nothing else: x (a normalised mix), qkv before and after rope, the weights and
 //   the
-//   attention weights inside its products, att, gate, up, act, a slot of the stream (o + partial, rounded
-//   once),
-//   logits, and the gradient of each of these. A mix h never rounds: it lives in registers only.
+//   scores' gradients where attention multiplies them, att, gate, up, act, a slot of the stream (o + partial,
+//   rounded once), logits; the gradient of each of these; and the gradient of a mix, dh. A mix h never rounds:
+//   it
+//   lives in registers only.
 //   No floating-point atomics: a sum over tokens is made by a fixed number of blocks, each a fixed share, and a
 //   second kernel adds the blocks in order. Same binary, same card, same bits.
 //   C and F are multiples of 8, so that 16-byte loads never straddle a row.
@@ -109,8 +110,7 @@ __device__ inline void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], unsig
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-// 16 bytes from global to shared memory, in the background; a wait<N> leaves at most N committed groups in
-// flight
+// 16 bytes from global to shared memory, in the background; wait<N> leaves at most N groups in flight
 __device__ inline void cp_async_16(void* to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
@@ -194,6 +194,10 @@ void zero(T* p, size_t n) {
 
 inline void device_open() {
   if (device.stream) return;
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error != cudaSuccess || count == 0)
+    fatal(EXIT_ERROR, "no GPU: %s; train_rdattnres_cpu does without one", cudaGetErrorString(error));
   CUDA_CHECK(cudaSetDevice(0));
   CUDA_CHECK(cudaGetDeviceProperties(&device.properties, 0));
   if (device.properties.major < 8)
@@ -228,8 +232,7 @@ __device__ inline unsigned pack_bf16(float lo, float hi) {
   return *reinterpret_cast<const unsigned*>(&pair);
 }
 
-// Eight neighbouring numbers as they lie in memory, moved 16 bytes at a time. Addresses are multiples of 16
-// bytes.
+// Eight neighbouring numbers as they lie in memory, moved 16 bytes at a time, from addresses that 16 divides.
 template <class floatX> struct Raw8;
 template <> struct Raw8<bf16> { uint4 bits; };
 template <> struct Raw8<float> { float4 lo, hi; };
@@ -305,12 +308,24 @@ __device__ inline float warp_sum_each(const float (&v)[N], unsigned lane) {
   }
 }
 
+// Sum over a block of SUM_THREADS threads, in double. Thread 0 gets the total. All call it, and meet
+// at a barrier before they call it again.
+constexpr unsigned SUM_THREADS = 256;
+__device__ inline double block_sum(double v) {
+  __shared__ double sums[SUM_THREADS / 32];
+  for (int o = 16; o > 0; o /= 2) v += __shfl_xor_sync(ALL_LANES, v, o);
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = v;
+  __syncthreads();
+  if (threadIdx.x == 0)
+    for (unsigned w = 1; w < SUM_THREADS / 32; w++) v += sums[w];
+  return v;
+}
 // ---- sums over tokens ----------------------------------------------------------------------------------
 
-// Gradients of norms and queries are sums over all tokens. Stage one: TOKEN_BLOCKS blocks (two for each of an
-// H100's multiprocessors), each with a fixed share of the tokens, write one row of sums each. Stage two, here,
-// adds the rows in order. Neither depends on when a block runs.
-constexpr size_t TOKEN_BLOCKS = 264;
+// Gradients of norms and queries are sums over all tokens. Stage one: token_blocks() blocks, each with a fixed
+// share of the tokens, write one row of sums each. Stage two, here, adds the rows in order. Neither depends on
+// when a block runs. Two blocks for each multiprocessor: only another kind of card may round differently.
+inline size_t token_blocks() { return 2 * size_t(device.properties.multiProcessorCount); }
 constexpr unsigned NORM_BLOCKS = 528;  // likewise, for the sum of all squared gradients
 constexpr int MAX_ROUTE_LIST = 12;
 struct RouteList {  // the routes that a kernel works on: numbers into p, w and dw
@@ -370,8 +385,7 @@ struct TokenBuckets {       // each an array of ints, on the host or on the devi
   const int* ids;           // (count) the distinct tokens
   size_t count;
 };
-// Fills `sorted` with positions, starts and ids, one after the other; returns how many distinct tokens there
-// are.
+// Fills `sorted` with positions, starts and ids, one after the other; returns the number of distinct tokens.
 inline size_t sort_tokens(std::vector<int>& sorted, const int* tokens, size_t BT, size_t V) {
   std::vector<int> next(V + 1, 0);
   for (size_t bt = 0; bt < BT; bt++) next[size_t(tokens[bt]) + 1]++;
@@ -422,7 +436,8 @@ void embedding_backward(float* dwte,         // (Vp,C)
 //
 // The layer moves much and computes little, so all that counts is how often a source is read. One warp reads
 // one token: a lane holds eight channels of every 256, NV times, and the mixes of both routes stay in
-// registers.
+// registers. The norm that follows every route is folded in, and so are the CPU file's source_rstd and
+// route_mix: whoever has a source in registers needs no other kernel to square it or to mix it again.
 
 // The sources of site i: slots 0, S, 2S, ... of the stream, and slot i itself, which comes last.
 template <class floatX>
@@ -487,7 +502,7 @@ inline void fold_gain_backward(const float* dw,    // (routes,C)
 // known. With `average` the mean of the two mixes is normalised, and there is one x.
 template <class floatX, int NV, int R>
 __global__ void __launch_bounds__(ROUTE_THREADS)
-    route_forward_kernel(floatX* x, float* p, Sources<floatX> sources, const float* w, const float* norm,
+route_forward_kernel(floatX* x, float* p, Sources<floatX> sources, const float* w, const float* norm,
                          bool average, size_t BT, size_t C, size_t ldp) {
   const unsigned lane = threadIdx.x % 32;
   const size_t bt = blockIdx.x * size_t(ROUTE_WARPS) + threadIdx.x / 32, K = sources.K();
@@ -603,11 +618,10 @@ void route_forward(floatX* x,                        // (R,BT,C), one if average
 // The earlier sublayers of this block need the gradient of the running partial next, so its share is added now:
 //   ds += p dh + dz r (w - s r z / C)      dw += sum_tokens dz r s
 // The finished sources wait: see route_backward_bank. One read of the sources, as in the forward. Each warp
-// gathers its tokens' shares of dnorm and dw in shared memory, (1 + R, C) floats; nobody else touches them
-// before the barrier.
+// gathers its tokens' shares of dnorm and dw in shared memory, (1 + R, C) floats, its own until the barrier.
 template <class floatX, int NV, int R>
 __global__ void __launch_bounds__(ROUTE_THREADS)
-    route_backward_kernel(floatX* dh, floatX* x, float* delta, floatX* dpartial, float* rows,
+route_backward_kernel(floatX* dh, floatX* x, float* delta, floatX* dpartial, float* rows,
                           Sources<floatX> sources, const float* p, const float* w, const float* norm,
                           bool average, bool first, size_t BT, size_t C, size_t ldp) {
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -750,10 +764,10 @@ void route_backward(
     const Sources<floatX>& sources, const float* p, const float* w, const float* norm,
     const RouteList& routes,  // this site's, at most two
     bool average, bool first,
-    float* rows,  // workspace (TOKEN_BLOCKS, 3, C)
+    float* rows,  // workspace (token_blocks(), 3, C)
     size_t BT, size_t C, size_t ldp) {
   NVTX_RANGE();
-  const size_t R = size_t(routes.count), blocks = std::min<size_t>(ceil_div(BT, ROUTE_WARPS), TOKEN_BLOCKS);
+  const size_t R = size_t(routes.count), blocks = std::min<size_t>(ceil_div(BT, ROUTE_WARPS), token_blocks());
   with_vectors(C, [&](auto NV) {
     constexpr int N = decltype(NV)::value;
     const size_t smem = ROUTE_WARPS * (1 + R) * C * sizeof(float);
@@ -769,8 +783,7 @@ void route_backward(
 }
 
 // Backward, the finished sources: once a block of S sublayers is done, one pass adds what all its routes (those
-// of the output site too, in the last block) owe to the bank. Each source is read once, each gradient updated
-// once.
+// of the output site too, in the last block) owe to the bank. Sources are read once, gradients updated once.
 //   dz_j = p_j (dh . s_j - delta)      ds_j += sum_routes p_j dh + dz_j r_j (w - s_j r_j z_j / C)
 //   dw += sum over tokens and j of dz_j r_j s_j
 // A block works on one token at a time; a thread owns four channels and keeps dh, w and dw of all routes for
@@ -864,12 +877,12 @@ void route_backward_bank(
     const float* p, const float* w,  // (routes,BT,ldp), (routes,C)
     const std::vector<int>& routes,  // numbers into p, w, dw
     bool first,
-    float* rows,  // workspace (TOKEN_BLOCKS, MAX_ROUTE_LIST, C)
+    float* rows,  // workspace (token_blocks(), MAX_ROUTE_LIST, C)
     size_t BT, size_t C, size_t ldp) {
   NVTX_RANGE();
   const size_t K = sources.i / sources.S + 1, threads = (C / 4 + 31) / 32 * 32, warps = threads / 32;
   const size_t group = threads <= 256 ? MAX_ROUTE_LIST : 4;  // registers for that many routes
-  const size_t blocks = std::min(BT, TOKEN_BLOCKS);
+  const size_t blocks = std::min(BT, token_blocks());
   for (size_t r0 = 0; r0 < routes.size(); r0 += group) {
     RouteList list;
     while (size_t(list.count) < group && r0 + list.count < routes.size()) {
@@ -878,13 +891,14 @@ void route_backward_bank(
     }
     const size_t values = list.count <= 4 ? 8 : list.count <= 8 ? 16 : 32;
     const size_t smem = (K * list.count + (K * values * warps + 3) / 4 + K * threads) * sizeof(float4);
-    auto run = [&](auto kernel) {
-      launch(kernel, unsigned(blocks), unsigned(threads), smem, device.stream, dbank, rows, dh + r0 * BT * C,
+    auto run = [&](auto most, auto bound) {
+      launch(route_backward_bank_kernel<floatX, decltype(most)::value, decltype(bound)::value>,
+             unsigned(blocks), unsigned(threads), smem, device.stream, dbank, rows, dh + r0 * BT * C,
              delta + r0 * BT, sources, p, w, list, first && r0 == 0, BT, C, ldp);
     };
-    if (list.count <= 4) run(route_backward_bank_kernel<floatX, 4, 512>);
-    else if (list.count <= 8) run(route_backward_bank_kernel<floatX, 8, 256>);
-    else run(route_backward_bank_kernel<floatX, 12, 256>);
+    if (list.count <= 4) run(std::integral_constant<int, 4>(), std::integral_constant<int, 512>());
+    else if (list.count <= 8) run(std::integral_constant<int, 8>(), std::integral_constant<int, 256>());
+    else run(std::integral_constant<int, 12>(), std::integral_constant<int, 256>());
     add_rows(dw, rows, list, blocks, size_t(list.count), 0, C);
   }
 }
@@ -968,10 +982,10 @@ void rmsnorm_backward(floatX* dh,                            // (BT,C): adds, or
                       const floatX* h, const float* rstd,    // (BT,C), (BT)
                       const float* weight,                   // (C)
                       bool first,
-                      float* rows,                           // workspace (TOKEN_BLOCKS,C)
+                      float* rows,                           // workspace (token_blocks(),C)
                       size_t BT, size_t C) {
   NVTX_RANGE();
-  const size_t blocks = std::min<size_t>(ceil_div(BT, ROUTE_WARPS), TOKEN_BLOCKS);
+  const size_t blocks = std::min<size_t>(ceil_div(BT, ROUTE_WARPS), token_blocks());
   launch(rmsnorm_backward_kernel<floatX>, unsigned(blocks), ROUTE_THREADS, ROUTE_WARPS * C * sizeof(float),
          device.stream, dh, rows, dx, h, rstd, weight, first, BT, C);
   add_rows(dweight, rows, RouteList{1, {0}}, blocks, 1, 0, C);
@@ -989,8 +1003,7 @@ inline unsigned alignment_of(const void* p) {  // the largest power of two up to
 
 inline Product make_product(cudaDataType out_type, cudaDataType in_type, bool trans_a, bool trans_b, size_t M,
                             size_t N, size_t K, size_t ldo, size_t lda, size_t ldb, unsigned alignment) {
-  // cuBLAS counts in columns: our row-major out = A B is its out^T = B^T A^T, so B goes first and nothing
-  // moves.
+  // cuBLAS counts in columns: our row-major out = A B is its out^T = B^T A^T. B goes first, nothing moves.
   Product product;
   CUBLAS_CHECK(cublasLtMatmulDescCreate(&product.description, CUBLAS_COMPUTE_32F, CUDA_R_32F));
   const cublasOperation_t first = trans_b ? CUBLAS_OP_T : CUBLAS_OP_N,
@@ -1029,8 +1042,8 @@ inline Product make_product(cudaDataType out_type, cudaDataType in_type, bool tr
   return product;
 }
 
-// out(M,N) = A(M,K) B(K,N) + addend, row-major. A is stored transposed if trans_a (element (i,k) at a[k * lda +
-// i]), likewise B. addend: null, or (M,N) with rows ldo apart; it may be `out` itself.
+// out(M,N) = A(M,K) B(K,N) + addend, row-major. A is stored transposed if trans_a ((i,k) at a[k * lda + i]),
+// likewise B. addend: null, or (M,N) with rows ldo apart; it may be `out` itself.
 template <class Out, class In>
 void matmul(Out* out, size_t ldo, const In* a, size_t lda, bool trans_a, const In* b, size_t ldb, bool trans_b,
             size_t M, size_t N, size_t K, const Out* addend) {
@@ -1052,8 +1065,7 @@ void matmul(Out* out, size_t ldo, const In* a, size_t lda, bool trans_a, const I
                               device.workspace, CUBLAS_WORKSPACE, device.stream));
 }
 
-// out = x w^T (+ addend); rows of out and addend stand ldo apart, so that Q, K and V can share one packed
-// buffer.
+// out = x w^T (+ addend); rows of out and addend stand ldo apart: Q, K and V share one packed buffer.
 template <class floatX>
 void matmul_forward(floatX* out,           // (BT,OC), rows ldo apart
                     const floatX* x,       // (BT,IC)
@@ -1218,8 +1230,7 @@ __global__ void attention_forward_plain_kernel(floatX* att, float* lse, const fl
 }
 
 // dq of 16 queries, from all keys before them; dk and dv of 16 keys, from all queries after them: two kernels,
-// each writes what it owns, so nothing is added from two sides and the result does not depend on the order of
-// blocks.
+// each writes what it owns, so nothing is added from two sides and the order of blocks does not matter.
 template <class floatX>
 __global__ void attention_backward_q_plain_kernel(floatX* dqkv, const floatX* datt, const floatX* qkv,
                                                   const float* lse, const float* delta, size_t T, size_t C,
@@ -1579,8 +1590,7 @@ void attention_forward(floatX* att,        // (B,T,C)
 }
 
 // forward: att_t = sum_u a_tu v_u, a_t = softmax(score_t), score_tu = scale q_t . k_u
-//   da_tu = datt_t . v_u      delta_t = sum_u a_tu da_tu = datt_t . att_t      dscore_tu = a_tu (da_tu -
-//   delta_t)
+//   da_tu = datt_t . v_u     delta_t = sum_u a_tu da_tu = datt_t . att_t     dscore_tu = a_tu (da_tu - delta_t)
 //   dv_u = sum_t a_tu datt_t      dq_t = scale sum_u dscore_tu k_u      dk_u = scale sum_t dscore_tu q_t
 template <class floatX>
 void attention_backward(floatX* dqkv,                        // (B,T,3C)
@@ -1664,8 +1674,7 @@ void swiglu_backward(floatX* dgate, floatX* dup, floatX* act,  // (n)
 // ---- classifier: tied head and softmax cross-entropy ---------------------------------------------------
 
 // One block of 512 threads per row: loss, guess, and (if gradients) dlogits in the place of the logits. The
-// first visit is an online softmax; the second finds the row in the L2 cache. Padding columns V .. Vp-1 take no
-// part and become zero.
+// first visit is an online softmax; the second finds the row in the L2 cache. Padding, V .. Vp-1, becomes zero.
 constexpr int CROSS_ENTROPY_THREADS = 512;
 template <class floatX>
 __global__ void cross_entropy_kernel(float* losses, int* guesses, floatX* logits, const int* targets,
@@ -1767,8 +1776,9 @@ struct Activations {
   float* attention_delta;  // (B,NH,T)
   // What a step needs besides.
   float *w, *dw;         // (routes,C): query * gain, and its gradient
-  float* rows;           // (TOKEN_BLOCKS, MAX_ROUTE_LIST, C): sums over tokens, stage one; at least Vp numbers
+  float* rows;  // (token_blocks(), MAX_ROUTE_LIST, C): sums over tokens, stage one; at least Vp numbers
   double* norm_sums;     // (NORM_BLOCKS)
+  double* route_sums;    // (L, ldp, 3): see add_route_stats
   int *tokens, *targets, *guesses;  // (B,T)
   int* sorted_tokens;    // (3 B,T + 1): positions, starts, ids
   float2* rope_angles;   // (T,HS/2)
@@ -1813,8 +1823,7 @@ inline size_t classifier_rows(const Config& c, size_t BT) {
   return std::min(rows, BT);
 }
 
-// Calls visit(group, name, pointer, elements) for every buffer but the families of parameters: allocation and
-// memory table.
+// Calls visit(group, name, pointer, elements) for every buffer but the families of parameters.
 template <class floatX, class Visit>
 void for_each_activation(Activations<floatX>& a, const Config& c, size_t B, size_t T, bool recompute,
                          size_t chunk_rows, Visit visit) {
@@ -1840,8 +1849,9 @@ void for_each_activation(Activations<floatX>& a, const Config& c, size_t B, size
   visit("their gradients", "attention delta", a.attention_delta, c.NH * BT);
   visit("workspace", "route queries times gains", a.w, routes * c.C);
   visit("workspace", "their gradients", a.dw, routes * c.C);
-  visit("workspace", "sums over tokens", a.rows, std::max(TOKEN_BLOCKS * MAX_ROUTE_LIST * c.C, c.Vp()));
+  visit("workspace", "sums over tokens", a.rows, std::max(token_blocks() * MAX_ROUTE_LIST * c.C, c.Vp()));
   visit("workspace", "norm sums", a.norm_sums, NORM_BLOCKS);
+  visit("workspace", "route statistics", a.route_sums, c.L * c.max_sources() * 3);
   visit("workspace", "tokens", a.tokens, BT);
   visit("workspace", "targets", a.targets, BT);
   visit("workspace", "guesses", a.guesses, BT);
@@ -2006,7 +2016,7 @@ void read_sources(Model<floatX>& m, const Site<floatX>& site, size_t BT) {
     route_forward(a.x, site.p, site.sources, site.w, site.norm, site.average, BT, c.C, c.max_sources(), site.R);
 }
 
-// What a sublayer's output is added to on its way into slot i + 1: the running partial, or nothing at a block's
+// What sublayer i's output is added to on its way into slot i + 1: the running partial; null at a block's
 // start.
 template <class floatX>
 const floatX* partial_before(const Model<floatX>& m, size_t i, size_t BT) {
@@ -2212,29 +2222,51 @@ double model_loss(Model<floatX>& m, const int* tokens, const int* targets, size_
 
 // ---- what the routes do --------------------------------------------------------------------------------
 
+// One block per source j: sums over all tokens of p_j and q_j, the weights of the routes for QK and for V (one
+// and the same if R = 1), and of j's share of the Jensen-Shannon divergence between p and q.
+__global__ void route_sums_kernel(double* sums, const float* p, const float* q, size_t BT, size_t ldp) {
+  double sum_p = 0, sum_q = 0, js = 0;
+  for (size_t bt = threadIdx.x; bt < BT; bt += SUM_THREADS) {
+    const double pj = p[bt * ldp + blockIdx.x], qj = q[bt * ldp + blockIdx.x], mj = (pj + qj) / 2;
+    sum_p += pj, sum_q += qj;
+    if (pj > 0) js += pj * log(pj / mj) / 2;
+    if (qj > 0) js += qj * log(qj / mj) / 2;
+  }
+  sum_p = block_sum(sum_p);
+  __syncthreads();
+  sum_q = block_sum(sum_q);
+  __syncthreads();
+  js = block_sum(js);
+  if (threadIdx.x == 0)
+    sums[blockIdx.x * 3] = sum_p, sums[blockIdx.x * 3 + 1] = sum_q, sums[blockIdx.x * 3 + 2] = js;
+}
 // Adds the last forward's attention routes to the sums in stats: the weight on each source for QK and for V,
-// and the Jensen-Shannon divergence between the two, JS = (KL(p||m) + KL(q||m)) / 2 with m = (p + q) / 2. On
-// the host.
+// and the Jensen-Shannon divergence between the two, JS = (KL(p||m) + KL(q||m)) / 2 with m = (p + q) / 2.
 template <class floatX>
 void add_route_stats(RouteStats& stats, const Model<floatX>& m, size_t BT) {
   const Config& c = m.config;
   if (!c.has_routes()) return;
+  NVTX_RANGE();
+  const size_t ldp = c.max_sources();
+  zero(m.acts.route_sums, c.L * ldp * 3);
+  for (size_t l = 1; l < c.L; l++) {  // the first site is not routed: its one source has all the weight
+    const Site<floatX> site = site_at(m, 2 * l, BT);
+    launch(route_sums_kernel, unsigned(c.num_sources(2 * l)), SUM_THREADS, 0, device.stream,
+           m.acts.route_sums + l * ldp * 3, site.p, site.p + (site.R - 1) * BT * ldp, BT, ldp);
+  }
+  std::vector<double> sums(c.L * ldp * 3, double(BT));
+  sums[2] = 0;
+  if (c.L > 1) download(&sums[ldp * 3], m.acts.route_sums + ldp * 3, (c.L - 1) * ldp * 3);
   stats.qk.resize(c.L), stats.v.resize(c.L), stats.js_nats.resize(c.L);
   for (size_t l = 0; l < c.L; l++) {
-    const size_t R = num_routes(c, 2 * l), K = c.num_sources(2 * l), ldp = c.max_sources();
-    std::vector<float> p(R * BT * ldp,
-                         1.0f);  // the first site is not routed: its one source has all the weight
-    if (l > 0) download(p.data(), site_at(m, 2 * l, BT).p, p.size());
-    stats.qk[l].resize(K), stats.v[l].resize(R == 2 ? K : 0);
-    for (size_t bt = 0; bt < BT; bt++)
-      for (size_t j = 0; j < K; j++) {
-        const double pj = double(p[bt * ldp + j]), qj = double(p[((R - 1) * BT + bt) * ldp + j]),
-                     mj = (pj + qj) / 2;
-        stats.qk[l][j] += pj;
-        if (R == 2) stats.v[l][j] += qj;
-        if (pj > 0) stats.js_nats[l] += pj * std::log(pj / mj) / 2;
-        if (qj > 0) stats.js_nats[l] += qj * std::log(qj / mj) / 2;
-      }
+    const size_t K = c.num_sources(2 * l);
+    const bool two = num_routes(c, 2 * l) == 2;
+    stats.qk[l].resize(K), stats.v[l].resize(two ? K : 0);
+    for (size_t j = 0; j < K; j++) {
+      const double* of_source = &sums[(l * ldp + j) * 3];
+      stats.qk[l][j] += of_source[0], stats.js_nats[l] += of_source[2];
+      if (two) stats.v[l][j] += of_source[1];
+    }
   }
 }
 
@@ -2243,57 +2275,52 @@ void add_route_stats(RouteStats& stats, const Model<floatX>& m, size_t BT) {
 constexpr double ADAM_BETA1 = 0.9, ADAM_BETA2 = 0.95, ADAM_EPS = 1e-8;
 
 // Sum of squares in two fixed stages, in double: one number per block, then one block adds them in order.
-constexpr unsigned NORM_THREADS = 256;
-__device__ inline double block_sum(double v) {  // thread 0 gets the total
-  __shared__ double sums[NORM_THREADS / 32];
-  for (int o = 16; o > 0; o /= 2) v += __shfl_xor_sync(ALL_LANES, v, o);
-  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = v;
-  __syncthreads();
-  if (threadIdx.x == 0)
-    for (unsigned w = 1; w < NORM_THREADS / 32; w++) v += sums[w];
-  return v;
-}
 __global__ void square_sums_kernel(double* sums, const float* g, size_t n) {
   double sum = 0;
-  for (size_t i = blockIdx.x * size_t(NORM_THREADS) + threadIdx.x; i < n;
-       i += size_t(NORM_BLOCKS) * NORM_THREADS)
+  for (size_t i = blockIdx.x * size_t(SUM_THREADS) + threadIdx.x; i < n;
+       i += size_t(NORM_BLOCKS) * SUM_THREADS)
     sum += double(g[i]) * double(g[i]);
   sum = block_sum(sum);
   if (threadIdx.x == 0) sums[blockIdx.x] = sum;
 }
 __global__ void add_sums_kernel(double* sums) {  // the total takes the first place
   double sum = 0;
-  for (unsigned i = threadIdx.x; i < NORM_BLOCKS; i += NORM_THREADS) sum += sums[i];
+  for (unsigned i = threadIdx.x; i < NORM_BLOCKS; i += SUM_THREADS) sum += sums[i];
   sum = block_sum(sum);
   if (threadIdx.x == 0) sums[0] = sum;
 }
-// Global norm of n gradients. Waits for the GPU: the step's one synchronisation.
+// Global norm of n gradients, a multiple of 4. Waits for the GPU.
 inline double global_norm(const float* g,  // (n)
                           double* sums,    // workspace (NORM_BLOCKS)
                           size_t n) {
   NVTX_RANGE();
-  launch(square_sums_kernel, NORM_BLOCKS, NORM_THREADS, 0, device.stream, sums, g, n);
-  launch(add_sums_kernel, 1, NORM_THREADS, 0, device.stream, sums);
+  launch(square_sums_kernel, NORM_BLOCKS, SUM_THREADS, 0, device.stream, sums, g, n);
+  launch(add_sums_kernel, 1, SUM_THREADS, 0, device.stream, sums);
   double total = 0;
   download(&total, sums, 1);
   return std::sqrt(total);
 }
 
-// One thread per number. The working copy that products read is written on the way; null where there is none.
+// One thread per four numbers; n is a multiple of 4. The working copy that products read is written on the way;
+// null where there is none.
 struct AdamStep { float scale, rate, shrink, correct1, correct2; };
 template <class floatX>
 __global__ void adamw_kernel(float* p, floatX* working, float* m, float* v, const float* g, size_t n,
                              AdamStep by) {
-  const size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x;
+  const size_t i = (blockIdx.x * size_t(blockDim.x) + threadIdx.x) * 4;
   if (i >= n) return;
   constexpr float BETA1 = float(ADAM_BETA1), BETA2 = float(ADAM_BETA2), EPSILON = float(ADAM_EPS);
-  const float grad = by.scale * g[i];
-  const float mean = m[i] = BETA1 * m[i] + (1 - BETA1) * grad;
-  const float square = v[i] = BETA2 * v[i] + (1 - BETA2) * grad * grad;
-  const float updated =
-      p[i] - (by.rate * (mean * by.correct1) / (sqrtf(square * by.correct2) + EPSILON) + by.shrink * p[i]);
-  p[i] = updated;
-  if (working) working[i] = from_float<floatX>(updated);
+  float param[4], mean[4], square[4], grad[4];
+  load4(param, p + i), load4(mean, m + i), load4(square, v + i), load4(grad, g + i);
+  for (int k = 0; k < 4; k++) {
+    grad[k] *= by.scale;
+    mean[k] = BETA1 * mean[k] + (1 - BETA1) * grad[k];
+    square[k] = BETA2 * square[k] + (1 - BETA2) * grad[k] * grad[k];
+    const float step = by.rate * (mean[k] * by.correct1) / (sqrtf(square[k] * by.correct2) + EPSILON);
+    param[k] -= step + by.shrink * param[k];
+  }
+  store4(p + i, param), store4(m + i, mean), store4(v + i, square);
+  if (working) store4(working + i, param);
 }
 // One step for n numbers: m and v are running means of g and g^2, corrected for having started at zero.
 //   p -= lr (mhat / (sqrt(vhat) + eps) + decay p)
@@ -2304,7 +2331,7 @@ void adamw(float* p, floatX* working, float* m, float* v, const float* g, size_t
   const AdamStep by = {float(grad_scale), float(lr), float(lr * decay),
                        float(1 / (1 - std::pow(ADAM_BETA1, double(step)))),
                        float(1 / (1 - std::pow(ADAM_BETA2, double(step))))};
-  launch(adamw_kernel<floatX>, ceil_div(n, 256), 256, 0, device.stream, p, working, m, v, g, n, by);
+  launch(adamw_kernel<floatX>, ceil_div(n / 4, 256), 256, 0, device.stream, p, working, m, v, g, n, by);
 }
 
 // Global norm of all gradients: the whole family is one allocation.

@@ -39,8 +39,6 @@ template <class real> struct Cpu;
     static constexpr auto* rmsnorm_backward = &ns::rmsnorm_backward;                               \
     static constexpr auto* matmul = &ns::matmul;                                                   \
     static constexpr auto* rope_rotate = &ns::rope_rotate;                                         \
-    static constexpr auto* attention_forward = &ns::attention_forward;                             \
-    static constexpr auto* attention_backward = &ns::attention_backward;                           \
     static constexpr auto* swiglu_forward = &ns::swiglu_forward;                                   \
     static constexpr auto* swiglu_backward = &ns::swiglu_backward;                                 \
     static constexpr auto* classifier = &ns::classifier;                                           \
@@ -279,7 +277,7 @@ template <class X> void test_route(const BlockShape& s, size_t BT) {
   Array<X> slots(stream), bank(dbank), dh(routes * BT * C);
   Array<float> rstd((last + 1) * BT), p(routes * BT * ldp), w(routes * C), dw(Numbers(routes * C, 0)),
       delta(routes * BT);
-  Array<float> rows(gpu::TOKEN_BLOCKS * gpu::MAX_ROUTE_LIST * C);
+  Array<float> rows(gpu::token_blocks() * gpu::MAX_ROUTE_LIST * C);
   {  // every slot's first reader computes its 1 / rms; in this test the finished slots have none before
     Array<X> x(BT * C);
     Array<float> norm(Numbers(C, 1));
@@ -354,7 +352,7 @@ template <class X> void test_rmsnorm(size_t BT, size_t C) {
   const Numbers h = normals<X>(BT * C, 0.2), weight = normals<float>(C, 1, 0.3), dx = normals<X>(BT * C);
   const Numbers start = normals<X>(BT * C), dstart = normals<float>(C);
   Array<X> in(h), x(BT * C), d(dx), dh(start), fresh(BT * C);
-  Array<float> w(weight), rstd(BT), dw(dstart), dw2(dstart), rows(gpu::TOKEN_BLOCKS * C);
+  Array<float> w(weight), rstd(BT), dw(dstart), dw2(dstart), rows(gpu::token_blocks() * C);
   gpu::rmsnorm_forward<X>(x, rstd, in, w, BT, C);
   gpu::rmsnorm_backward<X>(dh, dw, d, in, rstd, w, false, rows, BT, C);
   gpu::rmsnorm_backward<X>(fresh, dw2, d, in, rstd, w, true, rows, BT, C);
@@ -429,23 +427,23 @@ template <class X> void test_rope(size_t B, size_t T, size_t C, size_t NH) {
   }
 }
 
-// bf16 attention as any plain code would do it: the weights, and the scores' gradients, round before their
-// products.
+// Attention as any plain code would do it, sums one by one; for bf16 the weights, and the scores' gradients,
+// round before their products.
 struct AttentionResult { Numbers att, lse, dqkv; };
-template <class real>
-AttentionResult attention_on_cpu(const Numbers& qkv, const Numbers& datt, const Numbers& att0,
+AttentionResult wanted_attention(const Numbers& qkv, const Numbers& datt, const Numbers& att0,
                                  const Numbers& lse0, size_t B, size_t T, size_t C, size_t NH) {
-  std::vector<real> att(B * T * C), lse(B * NH * T), d(B * T * 3 * C);
-  Cpu<real>::attention_forward(att.data(), lse.data(), as<real>(qkv).data(), B, T, C, NH);
-  Cpu<real>::attention_backward(d.data(), as<real>(datt).data(), as<real>(qkv).data(), as<real>(att0).data(),
-                                as<real>(lse0).data(), B, T, C, NH);
-  return {from(att), from(lse), from(d)};
+  AttentionResult r = {Numbers(B * T * C), Numbers(B * NH * T), Numbers(B * T * 3 * C)};
+  cpu_double::attention_forward(r.att.data(), r.lse.data(), qkv.data(), B, T, C, NH);
+  cpu_double::attention_backward(r.dqkv.data(), datt.data(), qkv.data(), att0.data(), lse0.data(), B, T, C, NH);
+  return r;
 }
-AttentionResult attention_rounding(const Numbers& qkv, const Numbers& datt, const Numbers& att0,
-                                   const Numbers& lse0, size_t B, size_t T, size_t C, size_t NH) {
+AttentionResult plain_attention(const Numbers& qkv, const Numbers& datt, const Numbers& att0,
+                                const Numbers& lse0, size_t B, size_t T, size_t C, size_t NH, bool rounds) {
   const size_t HS = C / NH;
   const float scale = 1 / std::sqrt(float(HS));
   AttentionResult r = {Numbers(B * T * C), Numbers(B * NH * T), Numbers(B * T * 3 * C)};
+  auto add = [](double& sum, float v) { sum = float(sum) + v; };
+  auto round = [rounds](double v) { return rounds ? round_bf16(v) : v; };
   auto dot = [&](const double* a, const double* b) {
     float sum = 0;
     for (size_t i = 0; i < HS; i++) sum += float(a[i]) * float(b[i]);
@@ -465,7 +463,7 @@ AttentionResult attention_rounding(const Numbers& qkv, const Numbers& datt, cons
         r.lse[at] = top + std::log(sum);
         for (size_t i = 0; i < HS; i++) {
           float o = 0;
-          for (size_t u = 0; u <= t; u++) o += float(round_bf16(a[u])) * float(v[u * 3 * C + i]);
+          for (size_t u = 0; u <= t; u++) o += float(round(a[u])) * float(v[u * 3 * C + i]);
           r.att[(b * T + t) * C + head * HS + i] = o / sum;
         }
         float delta = 0;
@@ -473,12 +471,12 @@ AttentionResult attention_rounding(const Numbers& qkv, const Numbers& datt, cons
         for (size_t i = 0; i < HS; i++) delta += float(d[i]) * float(o[i]);
         for (size_t u = 0; u <= t; u++) {
           const float weight = std::exp(scale * dot(q + t * 3 * C, k + u * 3 * C) - float(lse0[at]));
-          const float w = float(round_bf16(weight)),
-                      ds = float(round_bf16(weight * (dot(d, v + u * 3 * C) - delta)));
+          const float w = float(round(weight)),
+                      ds = float(round(weight * (dot(d, v + u * 3 * C) - delta)));
           for (size_t i = 0; i < HS; i++) {
-            dv[u * 3 * C + i] += w * float(d[i]);
-            dq[t * 3 * C + i] += scale * ds * float(k[u * 3 * C + i]);
-            dk[u * 3 * C + i] += scale * ds * float(q[t * 3 * C + i]);
+            add(dv[u * 3 * C + i], w * float(d[i]));
+            add(dq[t * 3 * C + i], scale * ds * float(k[u * 3 * C + i]));
+            add(dk[u * 3 * C + i], scale * ds * float(q[t * 3 * C + i]));
           }
         }
       }
@@ -495,10 +493,9 @@ template <class X> void test_attention(size_t B, size_t T, size_t HS, size_t NH)
   const Numbers att0 = att.numbers(),
                 lse0 = lse.numbers();  // the backward is judged on what the forward handed it
   gpu::attention_backward<X>(dqkv, delta, d, in, att, lse, B, T, C, NH);
-  const AttentionResult want = attention_on_cpu<double>(qkv, datt, att0, lse0, B, T, C, NH);
+  const AttentionResult want = wanted_attention(qkv, datt, att0, lse0, B, T, C, NH);
   const bool rounds = std::is_same<X, bf16>::value && HS % 16 == 0;
-  const AttentionResult plain = rounds ? attention_rounding(qkv, datt, att0, lse0, B, T, C, NH)
-                                       : attention_on_cpu<float>(qkv, datt, att0, lse0, B, T, C, NH);
+  const AttentionResult plain = plain_attention(qkv, datt, att0, lse0, B, T, C, NH, rounds);
   compare<X>("att", att0, plain.att, want.att);
   compare<float>("lse", lse0, plain.lse, want.lse);
   const char* names[] = {"dq", "dk", "dv"};
@@ -537,7 +534,7 @@ template <class X> void test_swiglu(size_t n) {
   compare<X>("dup", u.numbers(), plain[2], want[2]);
 }
 
-// Where logits are bf16, `plain` is the CPU code on logits and dlogits rounded at the same two points.
+// `plain` rounds where the kernels round, logits and dlogits, and sums over the vocabulary one by one.
 template <class X> void test_classifier(size_t BT, size_t C, size_t V, size_t chunk) {
   TEST(format("classifier %s, BT %zu, C %zu, V %zu, %zu rows at a time", type_name<X>(), BT, C, V, chunk));
   const size_t Vp = (V + 127) / 128 * 128;
@@ -570,7 +567,8 @@ template <class X> void test_classifier(size_t BT, size_t C, size_t V, size_t ch
     guess1[bt] = double(best), loss1[bt] = std::log(sum) - (target - top);
     for (size_t v = 0; v < V; v++)
       z[v] = float(round_to<X>(z[v] / sum * dloss - (int(v) == targets[bt] ? dloss : 0)));
-    cpu_float::matmul(&dx1[bt * C], C, z.data(), V, false, cw.data(), C, false, 1, C, V, false);
+    for (size_t v = 0; v < V; v++)
+      for (size_t i = 0; i < C; i++) dx1[bt * C + i] += z[v] * cw[v * C + i];
     cpu_float::matmul(dw1.data(), C, z.data(), 1, false, &cx[bt * C], C, false, V, C, 1, true);
   }
   compare<float>("losses", losses.numbers(), from(loss1), from(loss2));
@@ -611,6 +609,101 @@ void test_optimiser(size_t n) {
   CHECK(working.numbers() == rounded_to<bf16>(p.numbers()));
 }
 
+// ---- traffic -------------------------------------------------------------------------------------------
+
+// How many bytes the depth-route kernels move, against what they must: the layer is bound by memory, so its
+// cost is the number of times a source passes by. Per token, in units of C values:
+//   forward             K sources in, R normalised mixes out
+//   backward, per site  K sources in (the mixes are made again); dx in, dh and x out, for each route; and the
+//                       gradient of the running partial in and out
+//   backward, per block every finished source in, its gradient in and out; dh of each route in
+// The emulator's race build counts them, in distinct sectors of 32 bytes: what a cache keeps is free. What does
+// not grow with the tokens (query times gain, norms, sums) drops out of the difference between two numbers of
+// tokens.
+#ifdef __CUDACC__
+void test_traffic() {
+  TEST("traffic of the depth routes");
+  SKIP("only the emulator's race build counts bytes");
+}
+#else
+constexpr double ALLOWED = 1.1;
+
+struct Moved { double forward, backward, bank; };  // bytes
+
+double bytes_of(const char* kernel) {
+  const emu::Traffic t = emu::traffic(kernel);
+  return 32.0 * double(t.distinct_read + t.distinct_written);
+}
+// One block of S sublayers in the middle of a network, every site forward and backward, then the bank.
+Moved move_block(const Config& c, size_t first, size_t BT) {
+  gpu::Model<bf16> m;
+  gpu::model_create(m, c, 1, BT, 1);
+  const gpu::Activations<bf16>& a = m.acts;
+  gpu::zero(a.stream, (c.sublayers() + 1) * BT * c.C),
+      gpu::zero(a.dh, gpu::most_routes_of_a_block(c) * BT * c.C);
+  gpu::zero(a.rstd, (c.sublayers() + 1) * BT), gpu::zero(a.dbank, (c.blocks() + 1) * BT * c.C);
+  gpu::zero(a.dw, gpu::total_routes(c) * c.C);
+  CUDA_CHECK(
+      cudaStreamSynchronize(gpu::device.stream));  // the emulator may run what was launched as late as this
+  emu::count_traffic(true);
+  std::vector<int> waiting;
+  for (size_t i = first; i < first + c.S; i++) gpu::read_sources(m, gpu::site_at(m, i, BT), BT);
+  for (size_t i = first + c.S; i-- > first;) gpu::read_sources_backward(m, gpu::site_at(m, i, BT), waiting, BT);
+  gpu::route_backward_bank(a.dbank, a.dw, a.dh, a.delta, gpu::site_at(m, first, BT).sources, a.p, a.w, waiting,
+                           false, a.rows, BT, c.C, c.max_sources());
+  CUDA_CHECK(cudaStreamSynchronize(gpu::device.stream));
+  const Moved moved = {bytes_of("route_forward_kernel"), bytes_of("route_backward_kernel"),
+                       bytes_of("route_backward_bank_kernel")};
+  emu::count_traffic(false);
+  gpu::model_free(m);
+  return moved;
+}
+void test_block(const Config& c, size_t first) {
+  TEST(format("traffic of a block, %s, C %zu, S %zu, %zu finished sources", ARCH_NAMES[int(c.arch)], c.C, c.S,
+              first / c.S + 1));
+  // Enough tokens that every block of every kernel has its share in both runs; the difference is free of
+  // constants.
+  const size_t few = 4 * gpu::token_blocks(), many = 2 * few;
+  const Moved low = move_block(c, first, few), high = move_block(c, first, many);
+  const double unit = double(many - few) * double(c.C) * sizeof(bf16);
+  double forward = 0, backward = 0, bank = 3 * double(first / c.S + 1);
+  for (size_t i = first; i < first + c.S; i++) {
+    const double K = double(c.num_sources(i)), R = double(num_routes(c, i));
+    forward += K + R;
+    backward += K + 3 * R + (i % c.S != 0 ? 2 : 0);
+    bank += R;
+  }
+  const struct {
+    const char* name;
+    double got, want;
+  } rows[] = {{"forward", (high.forward - low.forward) / unit, forward},
+              {"backward", (high.backward - low.backward) / unit, backward},
+              {"bank", (high.bank - low.bank) / unit, bank}};
+  for (const auto& row : rows) {
+    printf("       %-10s %6.2f units of C a token, must be %6.2f, ratio %.3f\n", row.name, row.got, row.want,
+           row.got / row.want);
+    CHECK(row.got <= ALLOWED * row.want);
+    CHECK(row.got >= 0.99 * row.want);  // less would mean that the counting is broken
+  }
+}
+
+void test_traffic() {
+  if (!emu::COUNTS_TRAFFIC) {
+    TEST("traffic of the depth routes");
+    SKIP("only the emulator's race build counts bytes");
+    return;
+  }
+  Config s;  // preset s, and what the routes take of m
+  s.L = 16, s.C = 576, s.NH = 9, s.F = 8, s.S = 4, s.T = 8, s.V = 17;
+  Config m = s;
+  m.L = 24, m.C = 832, m.NH = 13, m.S = 6;
+  for (Arch arch : {Arch::rd, Arch::block}) {
+    s.arch = m.arch = arch;
+    test_block(s, 16), test_block(m, 30);
+  }
+}
+#endif
+
 template <class X> void test_all() {
   test_embedding<X>(75, 48, 131), test_embedding<X>(64, 576, 17);
   for (size_t K = 1; K <= 9;
@@ -637,7 +730,8 @@ int main() {
   gpu::device_open();
   test_all<float>();
   test_all<bf16>();
-  test_optimiser(1000), test_optimiser(300001);
+  test_optimiser(1000), test_optimiser(300004);
+  test_traffic();
   gpu::device_close();
   return finish();
 }
