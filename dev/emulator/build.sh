@@ -9,7 +9,7 @@ shift 3 || { sed -n 2,4p "$0" >&2; exit 2; }
 cxx=${CXX:-g++}
 common="-std=c++17 -g -Wall -Wextra -Wno-unknown-pragmas -fno-strict-aliasing"
 case $mode in
-  fast) engine=""           program="-O3 -march=native -fopenmp" link="-fopenmp" ;;
+  fast) engine=""           program="-O2 -march=native -fopenmp" link="-fopenmp" ;;
   asan) engine="-DEMU_ASAN" program="-O1 -fopenmp -fsanitize=address,undefined -fno-sanitize-recover=undefined" link=$program ;;
   # The calls that the thread sanitizer puts into the program are answered by race.cpp: its library is not linked.
   race) engine="-DEMU_RACE" program="-O1 -fsanitize=thread -DEMU_RACE" link="" ;;

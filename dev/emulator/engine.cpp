@@ -123,10 +123,10 @@ static void schedule() {  // give the CPU to the next thread that can run
     schedule();  // comes back when the next block starts
   }
 }
-static void make_fiber(Fiber& t, int number) {  // the page below the stack stays unmapped: an overflow stops
-  char* p = engine->stacks + size_t(number) * (STACK + PAGE);
-  mprotect(p, PAGE, PROT_NONE);
-  t.stack = p + PAGE, t.stack_bytes = STACK;
+static void make_fiber(Fiber& t, int number) {  // below the stack nothing may be touched: an overflow stops
+  char* p = engine->stacks + size_t(number) * (GUARD + STACK);
+  mprotect(p, GUARD, PROT_NONE);
+  t.stack = p + GUARD, t.stack_bytes = STACK;
   // Stacks are staggered, or all of them would fight for the same lines of the cache.
   void** top = reinterpret_cast<void**>(t.stack + STACK - size_t(number) % 16 * 256) - SAVED;
   top[RETURN_ADDRESS] = reinterpret_cast<void*>(&fiber_main);
@@ -191,7 +191,7 @@ Engine& start_engine() {  // once per OS thread
   if (engine) return *engine;
   engine = new Engine;
   engine->running = &engine->host;
-  engine->stacks = static_cast<char*>(reserve(MAX_THREADS * (STACK + PAGE)));
+  engine->stacks = static_cast<char*>(reserve(MAX_THREADS * (GUARD + STACK)));
 #if defined(EMU_RACE)
   engine->shared_room = race_shared_room();
 #else

@@ -8,7 +8,7 @@ namespace emu {
 constexpr int FAILED = 86;                              // exit status of fail()
 constexpr size_t MAX_THREADS = 1024, MAX_PARAMETERS = 4096;
 constexpr size_t MAX_SHARED = 163 * 1024, GAP = 1024;   // an A100's; a gap lies before and behind it
-constexpr size_t PAGE = 4096, STACK = 64 * PAGE;
+constexpr size_t PAGE = 4096, STACK = 64 * PAGE, GUARD = 16 * PAGE;  // of a thread
 
 enum class State { ready, at_barrier, at_warp_op, left };
 struct Copy { void* to; const void* from; int group; };  // a cp.async that has not landed yet

@@ -84,7 +84,7 @@ static void access_by_kernel(Cell* c, const char* p, size_t n, Access access, co
   const char* what = write ? "write" : "read";
   const void* address = p;
   if (!c) {  // besides, a kernel may touch its stack, its parameters and constants
-    const bool stack = size_t(p - engine->stacks) < MAX_THREADS * (STACK + PAGE);
+    const bool stack = size_t(p - engine->stacks) < MAX_THREADS * (GUARD + STACK);
     const bool parameter = size_t(p - reinterpret_cast<char*>(engine)) < sizeof(Engine);
     if (stack || parameter || (p >= &__executable_start && p < &end)) return;
     fail("%s of %zu bytes of host memory (%p) at %s", what, n, address, source_line(caller).c_str());
