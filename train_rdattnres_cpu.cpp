@@ -624,7 +624,7 @@ void swiglu_backward(real* dgate, real* dup,            // (n)
 // would be the largest array of all, so a fixed number of rows is worked on at a time: its losses and, if dx
 // is given, its gradients, before the next chunk overwrites the buffer.
 //   dlogits = (softmax(logits) - onehot(target)) dloss      dx = dlogits wte      dwte += dlogits^T x
-constexpr size_t CLASSIFIER_ROWS = 128;
+constexpr size_t CLASSIFIER_ROWS = 256;
 void classifier(real* losses,        // (BT), nats
                 int* guesses,        // (BT): the most likely next token; or null
                 real* dx,            // (BT,C); null: no gradients
@@ -642,14 +642,17 @@ void classifier(real* losses,        // (BT), nats
     for (size_t row = 0; row < rows; row++) {
       real* z = logits + row * Vp;
       const size_t target = size_t(targets[row0 + row]);
-      const size_t best = size_t(std::max_element(z, z + V) - z);
-      if (guesses) guesses[row0 + row] = int(best);
-      const real top = z[best], target_logit = z[target];
-      real sum = 0;
-      for (size_t v = 0; v < V; v++) sum += z[v] = std::exp(z[v] - top);
+      real top = z[0], sum = 0;
+#pragma omp simd reduction(max : top)
+      for (size_t v = 0; v < V; v++) top = std::max(top, z[v]);
+      if (guesses) guesses[row0 + row] = int(std::max_element(z, z + V) - z);
+      const real target_logit = z[target];
+#pragma omp simd reduction(+ : sum)
+      for (size_t v = 0; v < V; v++) sum += z[v] = exponential(z[v] - top);
       losses[row0 + row] = std::log(sum) - (target_logit - top);  // large logits cancel before they round
       if (!dx) continue;
-      for (size_t v = 0; v < V; v++) z[v] *= dloss / sum;
+      const real factor = dloss / sum;
+      for (size_t v = 0; v < V; v++) z[v] *= factor;
       z[target] -= dloss;
     }
     if (!dx) continue;
@@ -1024,13 +1027,15 @@ void adamw(real* p, real* m, real* v, const real* g, size_t n, double grad_scale
   const real correct1 = real(1 / (1 - std::pow(ADAM_BETA1, double(step))));
   const real correct2 = real(1 / (1 - std::pow(ADAM_BETA2, double(step))));
   const real scale = real(grad_scale), rate = real(lr), shrink = real(lr * decay);
-#pragma omp parallel for simd
-  for (size_t i = 0; i < n; i++) {
-    const real grad = scale * g[i];
-    m[i] = beta1 * m[i] + (1 - beta1) * grad;
-    v[i] = beta2 * v[i] + (1 - beta2) * grad * grad;
-    p[i] -= rate * (m[i] * correct1) / (std::sqrt(v[i] * correct2) + eps) + shrink * p[i];
-  }
+#pragma omp parallel for
+  for (size_t begin = 0; begin < n; begin += CHUNK)
+#pragma omp simd
+    for (size_t i = begin; i < std::min(begin + CHUNK, n); i++) {
+      const real grad = scale * g[i];
+      m[i] = beta1 * m[i] + (1 - beta1) * grad;
+      v[i] = beta2 * v[i] + (1 - beta2) * grad * grad;
+      p[i] -= rate * (m[i] * correct1) / (std::sqrt(v[i] * correct2) + eps) + shrink * p[i];
+    }
 }
 
 // step counts from 1. Gradients are scaled by grad_scale (clipping) on the way in.
