@@ -1,8 +1,9 @@
 // test_emulator.cu - does the emulator (dev/emulator) find what it says it finds, and nothing else?
 //
-// The first half is a list of faults. Each runs in a process of its own, in three thread orders, and must end as
-// the list says for this build: with a message that names the right thing, with wrong numbers that a test would
-// notice, or, where the README admits it, unnoticed. The second half is correct code that must pass in every order.
+// The first half is a list of faults. Each runs in a process of its own, in three thread orders, and must end
+// as the list says for this build: with a message that names the right thing, with wrong numbers that a test
+// would notice, or, where the README admits it, unnoticed. The second half is correct code that must pass in
+// every order.
 #include <cublasLt.h>
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
@@ -19,13 +20,11 @@
 typedef __nv_bfloat16 bf16;
 using emu::Order;
 
-#define CUDA_CHECK(call)                                                                                   \
-  do {                                                                                                     \
-    cudaError_t e_ = (call);                                                                               \
-    if (e_ != cudaSuccess) { fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, cudaGetErrorString(e_)); exit(1); } \
-  } while (0)
-#define CUBLAS_CHECK(call) \
-  do { if ((call) != CUBLAS_STATUS_SUCCESS) { fprintf(stderr, "%s:%d: cuBLASLt\n", __FILE__, __LINE__); exit(1); } } while (0)
+static void must(bool ok, int line, const char* what) {
+  if (!ok) fprintf(stderr, "test_emulator.cu:%d: %s\n", line, what), exit(1);
+}
+#define CUDA_CHECK(call) must((call) == cudaSuccess, __LINE__, #call)
+#define CUBLAS_CHECK(call) must((call) == CUBLAS_STATUS_SUCCESS, __LINE__, #call)
 
 template <class T>
 struct Device {  // n values on the card and on the host
@@ -185,7 +184,8 @@ struct Product {
   uint64_t workspace = 65536;
   uint32_t alignment = 256;
   size_t offset_a = 0;
-  bool reuse_algorithm = false, host_operand = false, unwritten = false, small_output = false, short_attribute = false;
+  bool reuse_algorithm = false, host_operand = false, unwritten = false, small_output = false,
+      short_attribute = false;
   void run() {
     cublasLtHandle_t lt;
     cublasLtMatmulDesc_t desc;
@@ -194,14 +194,17 @@ struct Product {
     CUBLAS_CHECK(cublasLtCreate(&lt));
     CUBLAS_CHECK(cublasLtMatmulDescCreate(&desc, CUBLAS_COMPUTE_32F, CUDA_R_32F));
     const cublasOperation_t t = CUBLAS_OP_T;
-    CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(desc, CUBLASLT_MATMUL_DESC_TRANSA, &t, short_attribute ? 1 : sizeof t));
+    CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(desc, CUBLASLT_MATMUL_DESC_TRANSA, &t,
+        short_attribute ? 1 : sizeof t));
     CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&la, type_a, 24, 16, lda));
     CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&lb, type_b, uint64_t(k), uint64_t(n), ldb));
     CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&ld, type_d, uint64_t(m), uint64_t(n), ldd));
     CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
     uint64_t max_workspace = 1 << 20;
-    CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &max_workspace, sizeof max_workspace));
-    CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &alignment, sizeof alignment));
+    CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+        &max_workspace, sizeof max_workspace));
+    CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,
+        &alignment, sizeof alignment));
     cublasLtMatmulHeuristicResult_t result;
     int found = 0;
     CUBLAS_CHECK(cublasLtMatmulAlgoGetHeuristic(lt, desc, la, lb, ld, ld, preference, 1, &result, &found));
@@ -213,8 +216,9 @@ struct Product {
       CUBLAS_CHECK(cublasLtMatrixLayoutDestroy(lb));
       CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&lb, type_b, uint64_t(k), uint64_t(n), ldb + 8));
     }
-    const void* pa = host_operand ? static_cast<const void*>(a.h.data()) : reinterpret_cast<char*>(a.d) + offset_a;
-    CUBLAS_CHECK(cublasLtMatmul(lt, desc, &one, pa, la, b.d, lb, &zero, d.d, ld, d.d, ld, &result.algo, room.d, workspace, nullptr));
+    const void* pa = reinterpret_cast<char*>(host_operand ? a.h.data() : a.d) + offset_a;
+    CUBLAS_CHECK(cublasLtMatmul(lt, desc, &one, pa, la, b.d, lb, &zero, d.d, ld, d.d, ld, &result.algo,
+        room.d, workspace, nullptr));
     CUDA_CHECK(cudaDeviceSynchronize());
     CUBLAS_CHECK(cublasLtMatmulPreferenceDestroy(preference));
     for (cublasLtMatrixLayout_t l : {la, lb, ld}) CUBLAS_CHECK(cublasLtMatrixLayoutDestroy(l));
@@ -233,6 +237,7 @@ struct Fault {
 static const char NUMBERS[] = "wrong numbers", UNSEEN[] = "unseen", ANY[] = "not determined";
 #define ASAN "AddressSanitizer"
 #define UBSAN "runtime error"
+#define ALL(text) text, text, text
 #if defined(__clang__)
 #define CALLED_AT "test_emulator.cu:"  // addr2line does not follow clang's inlining
 #else
@@ -242,7 +247,8 @@ static const char NUMBERS[] = "wrong numbers", UNSEEN[] = "unseen", ANY[] = "not
 // Runs kernel(out, ...) with 64 threads a block; returns the n values of out.
 #define run64(n, blocks, shared, ...) run_kernel(n, blocks, shared, #__VA_ARGS__, __LINE__, __VA_ARGS__)
 template <class... P, class... A>
-static std::vector<float> run_kernel(size_t n, unsigned blocks, size_t shared, const char* name, int line, void (*kernel)(float*, P...), A... args) {
+static std::vector<float> run_kernel(size_t n, unsigned blocks, size_t shared, const char* name, int line,
+    void (*kernel)(float*, P...), A... args) {
   Device<float> out(n);
   emu::launch_kernel(emu::here(__FILE__, line), name, kernel, blocks, 64, shared, nullptr, out.d, args...);
   return out.down().h;
@@ -285,16 +291,17 @@ static const Fault FAULTS[] = {
      CUDA_CHECK(cudaMalloc(&gone, 256));
      CUDA_CHECK(cudaFree(gone));
      launch(add_one, 1, 64, 0, 0, gone);
-   }, "add_one: parameter 1", "add_one: parameter 1", "add_one: parameter 1"},
+   }, ALL("add_one: parameter 1")},
   {"host pointer as a parameter", [] {
      std::vector<float> host(64);
      launch(add_one, 1, 64, 0, 0, host.data());
-   }, "is not device memory", "is not device memory", "is not device memory"},
+   }, ALL("is not device memory")},
   {"host pointer in a struct", [] {
      std::vector<float> host(64);
      run64(64, 1, 0, load, Pointer{host.data()}, 0);
    }, UNSEEN, UNSEEN, "read of 4 bytes of host memory"},
-  {"null pointer", [] { launch(add_one, 1, 64, 0, 0, static_cast<float*>(nullptr)); CUDA_CHECK(cudaDeviceSynchronize()); },
+  {"null pointer", [] { launch(add_one, 1, 64, 0, 0,
+      static_cast<float*>(nullptr)); CUDA_CHECK(cudaDeviceSynchronize()); },
    "bad or misaligned address", "add_one", "host memory"},
   {"host reads device memory", [] {
      Device<float> in(64);
@@ -303,46 +310,54 @@ static const Fault FAULTS[] = {
    }, UNSEEN, "through cudaMemcpy only", "the host touches device memory"},
   {"host writes device memory", [] { Device<float> out(64); const_cast<volatile float*>(out.d)[3] = 1; },
    UNSEEN, "through cudaMemcpy only", "the host touches device memory"},
-  {"unwritten device memory", [] { expect(all(run64(64, 1, 0, add_one), 2)); }, NUMBERS, NUMBERS, "read of device memory nobody has written"},
+  {"unwritten device memory", [] { expect(all(run64(64, 1, 0, add_one), 2)); },
+   NUMBERS, NUMBERS, "read of device memory nobody has written"},
   {"misaligned vector load", [] {
      Device<float> in(64);
      Device<float4> out(1, float4{});
      launch(load_float4, 1, 1, 0, 0, out.d, in.up().d);
      CUDA_CHECK(cudaDeviceSynchronize());
    }, ANY, "misaligned", "misaligned access"},
-  {"stack overflow", [] { run64(64, 1, 0, overflow_stack, 1000); }, "stack overflow", "stack-overflow", "stack overflow"},
+  {"stack overflow", [] { run64(64, 1, 0, overflow_stack, 1000); },
+   "stack overflow", "stack-overflow", "stack overflow"},
   // ---- shared memory ----------------------------------------------------------------------------------
-  {"dynamic shared memory, one past the end", [] { run64(64, 1, 256, dynamic_overrun, 64); }, UNSEEN, ASAN, "outside any allocation"},
+  {"dynamic shared memory, one past the end", [] { run64(64, 1, 256, dynamic_overrun, 64); },
+   UNSEEN, ASAN, "outside any allocation"},
   {"static shared memory, one past the end", [] { run64(64, 1, 0, static_overrun, 64); }, ANY, UBSAN, ANY},
-  {"unwritten shared memory", [] { expect(all(run64(64, 1, 0, unwritten_shared), 1)); }, NUMBERS, NUMBERS, "read of shared memory nobody has written"},
-  {"shared memory left over from another block", [] { expect(all(run64(128, 2, 0, left_over_shared), 1)); }, NUMBERS, NUMBERS, "read of shared memory nobody has written"},
+  {"unwritten shared memory", [] { expect(all(run64(64, 1, 0, unwritten_shared), 1)); },
+   NUMBERS, NUMBERS, "read of shared memory nobody has written"},
+  {"shared memory left over from another block", [] { expect(all(run64(128, 2, 0, left_over_shared), 1)); },
+   NUMBERS, NUMBERS, "read of shared memory nobody has written"},
   // ---- barriers ---------------------------------------------------------------------------------------
-  {"no barrier before a read", [] { expect(reversed(run64(64, 1, 0, no_barrier))); }, NUMBERS, NUMBERS, "emu: error"},
+  {"no barrier before a read", [] { expect(reversed(run64(64, 1, 0, no_barrier))); },
+   NUMBERS, NUMBERS, "emu: error"},
   {"no barrier before reuse", [] {
      const auto v = run64(128, 1, 0, no_barrier_before_reuse);
      expect(reversed(v) && v[64] == 127);
    }, NUMBERS, NUMBERS, "no __syncthreads lies in between"},
   {"no __syncwarp", [] { expect(run64(64, 1, 0, no_syncwarp)[6] == 7); }, NUMBERS, NUMBERS, "emu: error"},
   {"barrier in a branch", [] { run64(64, 1, 0, barrier_in_branch); },
-   "threads 0..31 wait in __syncthreads", "threads 0..31 wait in __syncthreads", "threads 32..63 have left the kernel"},
-  {"exit before a barrier", [] { run64(64, 1, 0, early_exit, 50); }, "threads that never come", "threads that never come", "threads that never come"},
-  {"two barriers in two branches", [] { run64(64, 1, 0, two_barriers); }, "different __syncthreads", "different __syncthreads", "different __syncthreads"},
-  {"barrier in an uneven loop", [] { run64(64, 1, 0, uneven_loop); }, "threads that never come", "threads that never come", "threads that never come"},
+   "threads 0..31 wait in __syncthreads", "threads 0..31 wait in __syncthreads",
+       "threads 32..63 have left the kernel"},
+  {"exit before a barrier", [] { run64(64, 1, 0, early_exit, 50); }, ALL("threads that never come")},
+  {"two barriers in two branches", [] { run64(64, 1, 0, two_barriers); }, ALL("different __syncthreads")},
+  {"barrier in an uneven loop", [] { run64(64, 1, 0, uneven_loop); }, ALL("threads that never come")},
   // ---- warps ------------------------------------------------------------------------------------------
   {"shuffle without all its lanes", [] { run64(64, 1, 0, shuffle_half); },
-   "wait in __shfl_xor_sync", "wait in __shfl_xor_sync", "wait in __shfl_xor_sync"},
+   ALL("wait in __shfl_xor_sync")},
   {"shuffles in two branches", [] { run64(64, 1, 0, shuffle_in_branches); },
-   "meet in different operations", "meet in different operations", "meet in different operations"},
+   ALL("meet in different operations")},
   {"shuffle from a lane outside the mask", [] { run64(64, 1, 0, shuffle_outside); },
-   "does not take part", "does not take part", "does not take part"},
-  {"mask without the caller", [] { run64(64, 1, 0, wrong_mask); }, "leaves it out", "leaves it out", "leaves it out"},
+   ALL("does not take part")},
+  {"mask without the caller", [] { run64(64, 1, 0, wrong_mask); }, ALL("leaves it out")},
   {"shuffle against barrier", [] { run64(64, 1, 0, shuffle_against_barrier); },
-   "threads 5..5 wait in __syncthreads", "threads 5..5 wait in __syncthreads", "threads 5..5 wait in __syncthreads"},
+   ALL("threads 5..5 wait in __syncthreads")},
   {"warp sum by half a warp", [] { run64(64, 1, 0, half_of_helper); },
-   CALLED_AT, CALLED_AT, CALLED_AT},
-  {"mma without all lanes", [] { run64(64, 1, 0, mma_in_branch); }, "wait in mma", "wait in mma", "wait in mma"},
-  {"ldmatrix of a misaligned row", [] { run64(64, 1, 1024, ldmatrix_at, 8); }, "not aligned", "not aligned", "not aligned"},
-  {"ldmatrix of a row outside", [] { run64(64, 1, 512, ldmatrix_at, 16); }, UNSEEN, "outside any allocation", "outside any allocation"},
+   ALL(CALLED_AT)},
+  {"mma without all lanes", [] { run64(64, 1, 0, mma_in_branch); }, ALL("wait in mma")},
+  {"ldmatrix of a misaligned row", [] { run64(64, 1, 1024, ldmatrix_at, 8); }, ALL("not aligned")},
+  {"ldmatrix of a row outside", [] { run64(64, 1, 512, ldmatrix_at, 16); },
+   UNSEEN, "outside any allocation", "outside any allocation"},
   // ---- asynchronous copies ----------------------------------------------------------------------------
   {"cp.async waited for too late", [] {
      Device<float> in(256);
@@ -355,7 +370,7 @@ static const Fault FAULTS[] = {
   {"cp.async from a misaligned address", [] {
      Device<float> in(260);
      run64(256, 1, 1024, cp_async, in.up().d + 1, 0, true);
-   }, "not aligned", "not aligned", "not aligned"},
+   }, ALL("not aligned")},
   {"cp.async from beyond the end", [] {
      Device<float> in(252);
      run64(256, 1, 1024, cp_async, in.up().d, 0, true);
@@ -369,18 +384,22 @@ static const Fault FAULTS[] = {
   {"blocks that overlap", [] { run64(244, 4, 0, overlapping_blocks); }, ANY, ANY, "wrote before"},
   {"warps that write one cell", [] { run64(64, 1, 0, same_cell); }, UNSEEN, UNSEEN, "data race"},
   // ---- launches ---------------------------------------------------------------------------------------
-  {"1025 threads", [] { Device<float> a(1); launch(add_one, 1, 1025, 0, 0, a.d); }, "bad configuration of add_one", "bad configuration", "bad configuration"},
-  {"empty grid", [] { Device<float> a(1); launch(add_one, 0, 64, 0, 0, a.d); }, "grid (0,1,1)", "grid (0,1,1)", "grid (0,1,1)"},
-  {"grid too large", [] { Device<float> a(1); launch(add_one, size_t(1) << 32, 64, 0, 0, a.d); }, "bad configuration", "bad configuration", "bad configuration"},
-  {"grid y too large", [] { Device<float> a(1); launch(add_one, dim3(1, 65536), 64, 0, 0, a.d); }, "bad configuration", "bad configuration", "bad configuration"},
-  {"too much shared memory", [] { Device<float> a(1); launch(add_one, 1, 64, 200000, 0, a.d); }, "shared memory 200000", "bad configuration", "bad configuration"},
+  {"1025 threads", [] { Device<float> a(1); launch(add_one, 1, 1025, 0, 0, a.d); },
+   "bad configuration of add_one", "bad configuration", "bad configuration"},
+  {"empty grid", [] { Device<float> a(1); launch(add_one, 0, 64, 0, 0, a.d); }, ALL("grid (0,1,1)")},
+  {"grid too large", [] { Device<float> a(1); launch(add_one, size_t(1) << 32, 64, 0, 0, a.d); },
+   ALL("bad configuration")},
+  {"grid y too large", [] { Device<float> a(1); launch(add_one, dim3(1, 65536), 64, 0, 0, a.d); },
+   ALL("bad configuration")},
+  {"too much shared memory", [] { Device<float> a(1); launch(add_one, 1, 64, 200000, 0, a.d); },
+   "shared memory 200000", "bad configuration", "bad configuration"},
   {"launch on a destroyed stream", [] {
      cudaStream_t s;
      CUDA_CHECK(cudaStreamCreate(&s));
      CUDA_CHECK(cudaStreamDestroy(s));
      Device<float> a(64);
      launch(add_one, 1, 64, 0, s, a.d);
-   }, "was not made by cudaStreamCreate", "was not made by cudaStreamCreate", "was not made by cudaStreamCreate"},
+   }, ALL("was not made by cudaStreamCreate")},
   // ---- the runtime API ----------------------------------------------------------------------------------
   {"copy too long", [] {
      Device<float> a(64);
@@ -390,33 +409,37 @@ static const Fault FAULTS[] = {
   {"copy in the wrong direction", [] {
      Device<float> a(64);
      CUDA_CHECK(cudaMemcpy(a.d, a.h.data(), 256, cudaMemcpyDeviceToHost));
-   }, "is device memory, expected host", "is device memory, expected host", "is device memory, expected host"},
+   }, ALL("is device memory, expected host")},
   {"copy between overlapping ranges", [] {
      Device<float> a(64);
      CUDA_CHECK(cudaMemcpy(a.up().d, a.d + 8, 128, cudaMemcpyDeviceToDevice));
-   }, "overlap", "overlap", "overlap"},
+   }, ALL("overlap")},
   {"copy from a host buffer too short", [] {
      Device<float> a(64);
      std::vector<float> h(32);
      CUDA_CHECK(cudaMemcpy(a.d, h.data(), 256, cudaMemcpyHostToDevice));
    }, UNSEEN, ASAN, UNSEEN},
-  {"memset too long", [] { Device<float> a(64); CUDA_CHECK(cudaMemset(a.d + 1, 0, 256)); }, "offset 4 run past", "offset 4 run past", "offset 4 run past"},
+  {"memset too long", [] { Device<float> a(64); CUDA_CHECK(cudaMemset(a.d + 1, 0, 256)); },
+   ALL("offset 4 run past")},
   {"free twice", [] {
      float* p;
      CUDA_CHECK(cudaMalloc(&p, 256));
      CUDA_CHECK(cudaFree(p));
      CUDA_CHECK(cudaFree(p));
    }, "emu: in cudaFree", "was freed before", "was freed before"},
-  {"free of host memory", [] { std::vector<float> h(64); CUDA_CHECK(cudaFree(h.data())); }, "was not returned by cudaMalloc", "was not returned by cudaMalloc", "was not returned by cudaMalloc"},
-  {"leak of device memory", [] { float* p; CUDA_CHECK(cudaMalloc(&p, 1000)); }, "device memory of 1000 bytes", "device memory of 1000 bytes", "device memory of 1000 bytes"},
-  {"leak of an event", [] { cudaEvent_t e; CUDA_CHECK(cudaEventCreate(&e)); }, "event of 0 bytes, made at", "made at", "made at"},
+  {"free of host memory", [] { std::vector<float> h(64); CUDA_CHECK(cudaFree(h.data())); },
+   ALL("was not returned by cudaMalloc")},
+  {"leak of device memory", [] { float* p; CUDA_CHECK(cudaMalloc(&p, 1000)); },
+   ALL("device memory of 1000 bytes")},
+  {"leak of an event", [] { cudaEvent_t e; CUDA_CHECK(cudaEventCreate(&e)); },
+   "event of 0 bytes, made at", "made at", "made at"},
   {"time of an event never recorded", [] {
      cudaEvent_t e;
      float ms;
      CUDA_CHECK(cudaEventCreate(&e));
      CUDA_CHECK(cudaEventElapsedTime(&ms, e, e));
-   }, "never recorded", "never recorded", "never recorded"},
-  {"nvtx range ended twice", [] { nvtxRangePushA("a"); nvtxRangePop(); nvtxRangePop(); }, "nvtxRangePop", "nvtxRangePop", "nvtxRangePop"},
+   }, ALL("never recorded")},
+  {"nvtx range ended twice", [] { nvtxRangePushA("a"); nvtxRangePop(); nvtxRangePop(); }, ALL("nvtxRangePop")},
   // ---- streams: seen when work runs late, in reverse order ------------------------------------------------
   {"read before the copy has finished", [] {
      Device<float> a(64);
@@ -458,22 +481,33 @@ static const Fault FAULTS[] = {
      emu::order = Order::reverse;
      CUDA_CHECK(cudaEventRecord(e));
      CUDA_CHECK(cudaEventElapsedTime(&ms, e, e));
-   }, "nothing waited for it", "nothing waited for it", "nothing waited for it"},
+   }, ALL("nothing waited for it")},
   // ---- cuBLASLt -----------------------------------------------------------------------------------------
-  {"product: inner sizes differ", [] { product_fault([](Product& p) { p.k = 23; }); }, "B bf16 23 x 8", "sizes do not fit", "sizes do not fit"},
-  {"product: output of another size", [] { product_fault([](Product& p) { p.m = 15; }); }, "D float 15 x 8", "sizes do not fit", "sizes do not fit"},
-  {"product: leading dimension too small", [] { product_fault([](Product& p) { p.ldb = 23; }); }, "leading dimension", "leading dimension", "leading dimension"},
-  {"product: operand types differ", [] { product_fault([](Product& p) { p.type_a = CUDA_R_32F; }); }, "unsupported types", "unsupported types", "unsupported types"},
-  {"product: float into bf16", [] { product_fault([](Product& p) { p.type_a = p.type_b = CUDA_R_32F, p.type_d = CUDA_R_16BF; }); }, "unsupported types", "unsupported types", "unsupported types"},
+  {"product: inner sizes differ", [] { product_fault([](Product& p) { p.k = 23; }); },
+   "B bf16 23 x 8", "sizes do not fit", "sizes do not fit"},
+  {"product: output of another size", [] { product_fault([](Product& p) { p.m = 15; }); },
+   "D float 15 x 8", "sizes do not fit", "sizes do not fit"},
+  {"product: leading dimension too small", [] { product_fault([](Product& p) { p.ldb = 23; }); },
+   ALL("leading dimension")},
+  {"product: operand types differ", [] { product_fault([](Product& p) { p.type_a = CUDA_R_32F; }); },
+   ALL("unsupported types")},
+  {"product: float into bf16",
+   [] { product_fault([](Product& p) { p.type_a = p.type_b = CUDA_R_32F, p.type_d = CUDA_R_16BF; }); },
+   ALL("unsupported types")},
   {"product: output buffer too small", [] { product_fault([](Product& p) { p.small_output = true; }); },
    "D: 512 bytes", "run past the end of 508", "run past the end of 508"},
   {"product: host operand", [] { product_fault([](Product& p) { p.host_operand = true, p.alignment = 1; }); },
    "A: ", "is not device memory", "is not device memory"},
-  {"product: unwritten operand", [] { product_fault([](Product& p) { p.unwritten = true; }); }, UNSEEN, UNSEEN, "nobody has written"},
-  {"product: algorithm of another product", [] { product_fault([](Product& p) { p.reuse_algorithm = true; }); }, "for another product", "for another product", "for another product"},
-  {"product: workspace too small", [] { product_fault([](Product& p) { p.workspace = 100; }); }, "the workspace has 100 bytes", "the workspace has 100 bytes", "the workspace has 100 bytes"},
-  {"product: operand not aligned as promised", [] { product_fault([](Product& p) { p.offset_a = 16; }); }, "A is not aligned to the 256", "A is not aligned", "A is not aligned"},
-  {"product: attribute of the wrong size", [] { product_fault([](Product& p) { p.short_attribute = true; }); }, "has 1 bytes, expected 4", "has 1 bytes, expected 4", "has 1 bytes, expected 4"},
+  {"product: unwritten operand", [] { product_fault([](Product& p) { p.unwritten = true; }); },
+   UNSEEN, UNSEEN, "nobody has written"},
+  {"product: algorithm of another product", [] { product_fault([](Product& p) { p.reuse_algorithm = true; }); },
+   ALL("for another product")},
+  {"product: workspace too small", [] { product_fault([](Product& p) { p.workspace = 100; }); },
+   ALL("the workspace has 100 bytes")},
+  {"product: operand not aligned as promised", [] { product_fault([](Product& p) { p.offset_a = 16; }); },
+   "A is not aligned to the 256", "A is not aligned", "A is not aligned"},
+  {"product: attribute of the wrong size", [] { product_fault([](Product& p) { p.short_attribute = true; }); },
+   ALL("has 1 bytes, expected 4")},
 };
 
 // Runs fault i in a process of its own; returns its exit status and what it printed.
@@ -525,11 +559,15 @@ static void test_faults() {
       else if (expected == NUMBERS) CHECK(status == 0 || status == WRONG);
       else {
         CHECK(status != 0 && status != WRONG);
-        if (!CHECK(text.find(expected) != std::string::npos)) printf("  %s, expected '%s':\n%s\n", order, expected, text.c_str());
-        // Whatever happens inside a kernel names kernel, block and thread; whatever not, the API call or the line.
+        if (!CHECK(text.find(expected) != std::string::npos)) printf("  %s, expected '%s':\n%s\n", order,
+            expected, text.c_str());
+        // Whatever happens inside a kernel names kernel, block and thread; whatever not, the API call or the
+        // line.
         const bool in_kernel = text.find("emu: in kernel ") != std::string::npos;
-        if (in_kernel) CHECK(text.find(", block (") != std::string::npos && text.find(", thread (") != std::string::npos);
-        else CHECK(text.find("test_emulator.cu:") != std::string::npos || text.find("nvtx") != std::string::npos);
+        if (in_kernel) CHECK(text.find(", block (") != std::string::npos
+            && text.find(", thread (") != std::string::npos);
+        else CHECK(text.find("test_emulator.cu:") != std::string::npos
+            || text.find("nvtx") != std::string::npos);
         if (!strcmp(order, "forward")) printf("  %s\n", first_line_with(text, expected).c_str());
       }
     }
@@ -620,7 +658,8 @@ __global__ void transpose_by_ldmatrix(uint16_t* out, const uint16_t* in) {  // f
   unsigned r[4];
   ldmatrix_x4_trans(r, s + lane * 8);
   for (int i = 0; i < 4; i++)
-    for (int high = 0; high < 2; high++) out[i * 64 + lane / 4 * 8 + lane % 4 * 2 + high] = uint16_t(r[i] >> 16 * high);
+    for (int high = 0; high < 2; high++)
+      out[i * 64 + lane / 4 * 8 + lane % 4 * 2 + high] = uint16_t(r[i] >> 16 * high);
 }
 
 static float value(size_t i) { return float(int(i * 2654435761u % 2001) - 1000) / 1000; }
@@ -631,7 +670,8 @@ static void test_kernels() {
     for (size_t i = 0; i < 480; i++) in.h[i] = float(i);
     launch(reverse_in_blocks, 5, 96, 0, 0, out.d, in.up().d);
     out.down();
-    for (size_t i = 0; i < 480; i++) if (!CHECK_EQ(out.h[i], in.h[i / 96 * 96 + 95 - i % 96] + 2 + in.h[i] + 1)) break;
+    for (size_t i = 0; i < 480; i++) if (!CHECK_EQ(out.h[i],
+        in.h[i / 96 * 96 + 95 - i % 96] + 2 + in.h[i] + 1)) break;
   });
   TEST("warp operations, 40 threads");
   in_every_order([] {
@@ -642,7 +682,8 @@ static void test_kernels() {
       const int base = t / 32 * 32, lanes = t < 32 ? 32 : 8, lane = t % 32;
       int sum = 0, ballot = 0;
       for (int l = 0; l < lanes; l++) sum += base + l, ballot |= (l % 3 == 0) << l;
-      const int expected[8] = {base + 3, lane ? t - 1 : t, lane % 8 + 2 < 8 ? t + 2 : t, t ^ 5, ballot, t < 32 ? 1 : 2, sum,
+      const int expected[8] = {base + 3, lane ? t - 1 : t, lane % 8 + 2 < 8 ? t + 2 : t, t ^ 5, ballot,
+          t < 32 ? 1 : 2, sum,
                                (t ^ 1) * 100 + (lane % 8 + 3 < 8 ? t + 3 : t)};
       for (int i = 0; i < 8; i++) CHECK_EQ(out.h[size_t(t * 8 + i)], expected[i]);
     }
@@ -677,7 +718,8 @@ static void test_kernels() {
     for (size_t y = 0; y < 16; y++)
       for (size_t x = 0; x < 8; x++) {
         double sum = 0;
-        for (size_t k = 0; k < size_t(K); k++) sum += double(float(a.h[y * K + k])) * double(float(b.h[x * K + k]));
+        for (size_t k = 0; k < size_t(K); k++)
+          sum += double(float(a.h[y * K + k])) * double(float(b.h[x * K + k]));
         worst = fmax(worst, fabs(sum - double(d.h[y * 8 + x])));
       }
     CHECK(worst < 80 * 6e-8 * 10);  // K products below 1, summed in float
@@ -754,7 +796,8 @@ static void test_runtime() {
     float best = 0, best_distance = INFINITY;  // the nearest of all 65,536
     for (unsigned u = 0; u < 65536; u++) {
       const float c = __ushort_as_bfloat16(uint16_t(u)), distance = fabsf(c - f);
-      if (distance < best_distance || (distance == best_distance && u % 2 == 0)) best = c, best_distance = distance;
+      if (distance < best_distance || (distance == best_distance && u % 2 == 0)) best = c,
+          best_distance = distance;
     }
     CHECK_EQ(float(bf16(f)), best);
   }
@@ -785,7 +828,8 @@ static double product_error(bool ta, bool tb, size_t m, size_t n, size_t k, floa
   CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&lb, type(T()), tb ? n : k, tb ? k : n, int64_t(ldb)));
   CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&ld, type(O()), m, n, int64_t(ldd)));
   const float alpha = 0.5f;
-  CUBLAS_CHECK(cublasLtMatmul(lt, desc, &alpha, a.d, la, b.d, lb, &beta, d.d, ld, d.d, ld, nullptr, nullptr, 0, nullptr));
+  CUBLAS_CHECK(cublasLtMatmul(lt, desc, &alpha, a.d, la, b.d, lb, &beta, d.d, ld, d.d, ld, nullptr, nullptr,
+      0, nullptr));
   d.down();
   double worst = 0;
   for (size_t j = 0; j < n; j++)
@@ -793,9 +837,11 @@ static double product_error(bool ta, bool tb, size_t m, size_t n, size_t k, floa
       const double old = double(float(before[j * ldd + i])), got = double(float(d.h[j * ldd + i]));
       double sum = 0;
       for (size_t l = 0; l < k && i < m; l++)
-        sum += double(float(a.h[ta ? i * lda + l : l * lda + i])) * double(float(b.h[tb ? l * ldb + j : j * ldb + l]));
+        sum += double(float(a.h[ta ? i * lda + l : l * lda + i])) *
+               double(float(b.h[tb ? l * ldb + j : j * ldb + l]));
       const double want = i < m ? 0.5 * sum + (beta == 0 ? 0 : double(beta) * old) : old;
-      worst = fmax(worst, fabs(got - want) / (sizeof(O) == 2 ? fabs(want) + 1e-2 : 1));  // between the rows: untouched
+      worst = fmax(worst,
+          fabs(got - want) / (sizeof(O) == 2 ? fabs(want) + 1e-2 : 1));  // between the rows: untouched
     }
   CUBLAS_CHECK(cublasLtMatrixLayoutDestroy(la));
   CUBLAS_CHECK(cublasLtMatrixLayoutDestroy(lb));
@@ -809,13 +855,18 @@ static void test_products() {
   in_every_order([] {
     double worst[3] = {};
     for (int t = 0; t < 4; t++)
-      for (auto [m, n, k] : {std::tuple<size_t, size_t, size_t>{1, 1, 1}, {17, 7, 5}, {16, 6, 64}, {33, 41, 130}})
+      for (auto [m, n, k] : {std::tuple<size_t, size_t, size_t>{1, 1, 1}, {17, 7, 5}, {16, 6, 64}, {33, 41,
+          130}})
         for (float beta : {0.0f, 1.0f}) {
-          worst[0] = fmax(worst[0], product_error<float, float>(t & 1, t & 2, m, n, k, beta) / (double(k + 2) * 6e-8));
-          worst[1] = fmax(worst[1], product_error<bf16, float>(t & 1, t & 2, m, n, k, beta) / (double(k + 2) * 6e-8));
+          worst[0] = fmax(worst[0], product_error<float, float>(t & 1, t & 2, m, n, k,
+              beta) / (double(k + 2) * 6e-8));
+          worst[1] = fmax(worst[1], product_error<bf16, float>(t & 1, t & 2, m, n, k,
+              beta) / (double(k + 2) * 6e-8));
           worst[2] = fmax(worst[2], product_error<bf16, bf16>(t & 1, t & 2, m, n, k, beta) * 256);
         }
-    if (emu::order == Order::forward) printf("  errors in these units: float %.2f, bf16 to float %.2f, bf16 to bf16 %.2f\n", worst[0], worst[1], worst[2]);
+    if (emu::order == Order::forward)
+      printf("  errors in these units: float %.2f, bf16 to float %.2f, bf16 to bf16 %.2f\n", worst[0], worst[1],
+             worst[2]);
     for (double w : worst) CHECK(w <= 1.02);
   });
 }
@@ -825,7 +876,8 @@ __global__ void copy_vectors(float4* out, const float4* in) {
   const size_t i = blockIdx.x * blockDim.x + threadIdx.x;
   out[i] = in[i];
 }
-template <int STRIDE> __global__ void read_strided(float* out, const float* in) { out[threadIdx.x] = in[threadIdx.x * STRIDE]; }
+template <int STRIDE> __global__ void read_strided(float* out, const float* in) {
+    out[threadIdx.x] = in[threadIdx.x * STRIDE]; }
 __global__ void read_broadcast(float* out, const float* in) { out[threadIdx.x] = in[0] + in[1]; }
 __global__ void scale_vectors(float4* out, const float4* in) {  // compilers split such loads into four
   const float4 v = in[threadIdx.x];

@@ -13,8 +13,8 @@ static size_t size_of(int64_t type) { return type == CUDA_R_32F ? 4 : 2; }
 // ---- the product: D = alpha op(A) op(B) + beta C ------------------------------------------------------
 // Both operands become panels of floats: 16 rows of op(A), or 6 columns of op(B), side by side for every k. A
 // tile of 16 x 6 sums stays in registers while k runs. Sums are float32, over runs of 64 k first and then over
-// the runs, much as a card does it, and rounded once, to D's type. A tile belongs to one core: any number of cores
-// gives the same bits.
+// the runs, much as a card does it, and rounded once, to D's type. A tile belongs to one core: any number of
+// cores gives the same bits.
 constexpr size_t MR = 16, NR = 6, RUN = 64;
 typedef float Lanes __attribute__((vector_size(32)));
 

@@ -2,9 +2,10 @@
 //
 // With -fsanitize=thread the compiler puts a call of __tsan_readN or __tsan_writeN before every access to
 // memory. The sanitizer's own library is not linked: the calls are answered here, by someone who knows what a
-// block and a barrier are. Every two bytes of device and shared memory have a cell that remembers who wrote them
-// and who read them last, and when: a clock ticks at each barrier, block and launch. Two accesses to the same
-// bytes, one of them a write, by different threads, are a race unless a tick that orders the two lies in between.
+// block and a barrier are. Every two bytes of device and shared memory have a cell that remembers who wrote
+// them and who read them last, and when: a clock ticks at each barrier, block and launch. Two accesses to the
+// same bytes, one of them a write, by different threads, are a race unless a tick that orders the two lies in
+// between.
 #include "engine.h"
 #if !defined(EMU_RACE)
 namespace emu {
@@ -184,6 +185,7 @@ static std::vector<Request> requests;                 // of this block
 static std::unordered_map<uint64_t, uint64_t> times;  // (instruction, thread): how often so far
 static size_t latest[MAX_THREADS];                    // of each thread: index in requests, plus 1
 static std::vector<uint64_t> launch_sectors;          // 2 * sector + is it a write
+static size_t compact_at = 1 << 20;
 static std::map<std::string, Traffic> totals;
 static Traffic launch_traffic;
 
@@ -214,13 +216,17 @@ void race_block_end() {
     (key & 1 ? launch_traffic.sectors_written : launch_traffic.sectors_read)++;
     launch_sectors.push_back(2 * sector | (key & 1));
   }
-  sort_unique(launch_sectors);
+  if (launch_sectors.size() > compact_at) {  // blocks share sectors; not too often, sorting takes time
+    sort_unique(launch_sectors);
+    compact_at = 2 * launch_sectors.size() + (1 << 20);
+  }
   requests.clear(), times.clear();
   std::fill_n(latest, MAX_THREADS, 0);
 }
 void race_launch_end(const std::string& kernel) {
   if (!counting) return;
   Traffic &t = totals[kernel.substr(0, kernel.find('<'))], &l = launch_traffic;
+  sort_unique(launch_sectors);
   for (uint64_t s : launch_sectors) (s & 1 ? l.distinct_written : l.distinct_read)++;
   t.launches++;
   t.bytes_read += l.bytes_read, t.bytes_written += l.bytes_written;

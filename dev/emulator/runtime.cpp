@@ -105,8 +105,8 @@ DeviceAccess::~DeviceAccess() { if (--doors == 0) set_doors(false); }
 
 // ---- streams ------------------------------------------------------------------------------------------
 // A real stream does its work some time after the call, at the latest when the program waits for it. Forward
-// order does everything at once, reverse as late as it may, random either: a missing wait gives wrong numbers in
-// one. The default stream waits for what was queued before in blocking streams, and they wait for it.
+// order does everything at once, reverse as late as it may, random either: a missing wait gives wrong numbers
+// in one. The default stream waits for what was queued before in blocking streams, and they wait for it.
 void drain(Stream* s) {
   Stream& stream = s ? *s : default_stream;
   while (!stream.queue.empty()) {
