@@ -238,7 +238,6 @@ static const char NUMBERS[] = "wrong numbers", UNSEEN[] = "unseen", ANY[] = "not
 #define ASAN "AddressSanitizer"
 #define UBSAN "runtime error"
 #define ALL(text) text, text, text
-#define ALL(text) text, text, text
 #if defined(__clang__)
 #define CALLED_AT "test_emulator.cu:"  // addr2line does not follow clang's inlining
 #else
