@@ -15,6 +15,7 @@
 #include "dev/common/random.h"       // philox: made-up tokens
 #include "dev/common/safetensors.h"  // Checkpoint
 #include "dev/common/checkpoint.h"   // checkpoint_write
+#include "dev/common/schedule.h"     // learning_rate
 #include "dev/common/shards.h"       // SHARD_MAGIC
 #include "tests/check.h"
 
@@ -133,6 +134,14 @@ static void reference_run() {
   if (CHECK_EQ(losses.size(), 20u)) {
     printf("  loss %s at step 1, %s at step 20\n", losses.front().c_str(), losses.back().c_str());
     CHECK(std::stod(losses.back()) < 0.8 * std::stod(losses.front()));
+  }
+  // Step n of the log, counted from 1, trained at step n - 1 of the schedule; the log keeps the tokens seen.
+  check_ok(train("warm", "--steps 8 --warmup 3 --min-lr-ratio 0.2"));
+  const std::vector<std::string> rates = log_field("warm", "step", "lr"), seen = log_field("warm", "step", "tokens");
+  CHECK_EQ(rates.size(), 8u);
+  for (size_t n = 0; n < rates.size(); n++) {
+    CHECK_EQ(std::stod(rates[n]), learning_rate(n, 8, 3, 0.01, 0.2));
+    CHECK_EQ(seen[n], std::to_string((n + 1) * 148));
   }
   CHECK_EQ(log_field("whole", "config", "parameters").size(), 1u);
   CHECK_EQ(log_field("whole", "done", "step").size(), 1u);
