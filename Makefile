@@ -39,7 +39,7 @@ GENCODE  := $(if $(GPU_ARCH),-gencode arch=compute_$(GPU_ARCH)$(COMMA)code=sm_$(
               -gencode arch=compute_80$(COMMA)code=sm_80 -gencode arch=compute_90$(COMMA)code=[sm_90$(COMMA)compute_90])
 NVFLAGS  := -std=c++17 -O3 -I. $(GENCODE) -Xcompiler -Wall,-Wextra,-Wno-unknown-pragmas -lcublasLt -ldl
 
-.PHONY: all train train_emulated test test_gpu ptxas doc paired help clean found need_nvcc
+.PHONY: all bench train train_emulated test test_gpu ptxas doc paired help clean found need_nvcc
 all: found train_rdattnres_cpu
 
 found:
@@ -62,6 +62,19 @@ $(BUILD)/test_%_fast $(BUILD)/test_%_asan $(BUILD)/test_%_race: tests/test_%.cu 
 
 $(BUILD)/train_emulated: train_rdattnres.cu dev/emulator/build.sh | $(BUILD)
 	bash dev/emulator/build.sh fast $< $@ -I. -MMD -MP -MT $@ -MF $@.d
+
+# Benchmarks: a training step; our half of dev/bench/peers.py; the ladder of the matrix product.
+$(BUILD)/bench $(BUILD)/stepper: $(BUILD)/%: dev/bench/%.cpp Makefile | $(BUILD)
+	$(CXX) $(FLAGS) $(OMPFLAGS) -MMD -MP -MF $@.d $< -o $@
+
+$(BUILD)/matmul: dev/cpu/matmul.cpp Makefile | $(BUILD)
+	$(CXX) $(FLAGS) $(OMPFLAGS) -MMD -MP -MF $@.d $< -o $@
+
+$(BUILD)/matmul_blas: dev/cpu/matmul.cpp Makefile | $(BUILD)
+	$(CXX) $(FLAGS) $(OMPFLAGS) -DWITH_OPENBLAS -MMD -MP -MF $@.d $< -o $@ -lopenblas
+
+bench: $(BUILD)/bench
+	$< $(ARGS)
 
 # A small sibling of the tiny preset: every CUDA thread is played by the CPU, so a step takes seconds.
 train_emulated: $(BUILD)/train_emulated
@@ -112,6 +125,7 @@ help:
 	@echo "make test_gpu           the CUDA tests on a real card"
 	@echo "make ptxas              registers, spills and shared memory of every kernel"
 	@echo "make doc                the symbol table and the picture, made again"
+	@echo "make bench              tokens/s, share of peak, memory of a training step, every arm; ARGS='small rd,block'"
 	@echo "make clean              remove what was built (runs/ stays)"
 	@echo
 	@echo "switches: CXX=clang++   PORTABLE=1 (not only this processor)   NO_OMP=1 (one thread)"

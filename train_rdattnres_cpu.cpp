@@ -1222,6 +1222,7 @@ StepResult train_step(Model& m, const TokenData& data, const Options& o, size_t 
 #undef CPU_NAMESPACE
 
 #ifndef TESTING
+#include "dev/common/processor.h"  // a program built for one processor says so on another
 using namespace cpu;
 
 // ---- main ----------------------------------------------------------------------------------------------
