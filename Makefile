@@ -28,6 +28,7 @@ OMPFLAGS := $(if $(OPENMP),$(OPENMP),-fopenmp-simd -Wno-unknown-pragmas)
 TESTS := $(patsubst tests/%.cpp,$(BUILD)/%,$(wildcard tests/test_*.cpp))
 TEST_SCRIPTS := $(wildcard tests/test_*.py tests/test_*.sh)
 
+EMULATOR := $(wildcard dev/emulator/*.cpp dev/emulator/*.h dev/emulator/*.sh dev/emulator/nvtx3/*)
 # CUDA code through the emulator (dev/emulator), in its three builds; the fiber switch is written for x86-64.
 EMULATED := $(if $(filter x86_64,$(shell uname -m)),$(foreach test,$(patsubst tests/%.cu,%,$(wildcard tests/test_*.cu)), \
               $(foreach mode,fast asan race,$(BUILD)/$(test)_$(mode))))
@@ -57,10 +58,10 @@ data/text_to_shards: data/text_to_shards.cpp Makefile | $(BUILD)
 $(BUILD)/test_%: tests/test_%.cpp Makefile | $(BUILD)
 	$(CXX) $(FLAGS) $(OMPFLAGS) -DFILL_NAN -MMD -MP -MF $@.d $< -o $@
 
-$(BUILD)/test_%_fast $(BUILD)/test_%_asan $(BUILD)/test_%_race: tests/test_%.cu dev/emulator/build.sh | $(BUILD)
+$(BUILD)/test_%_fast $(BUILD)/test_%_asan $(BUILD)/test_%_race: tests/test_%.cu $(EMULATOR) | $(BUILD)
 	bash dev/emulator/build.sh $(lastword $(subst _, ,$@)) $< $@ -I. -MMD -MP -MT $@ -MF $@.d
 
-$(BUILD)/train_emulated: train_rdattnres.cu dev/emulator/build.sh | $(BUILD)
+$(BUILD)/train_emulated: train_rdattnres.cu $(EMULATOR) | $(BUILD)
 	bash dev/emulator/build.sh fast $< $@ -I. -MMD -MP -MT $@ -MF $@.d
 
 # Benchmarks: a training step; our half of dev/bench/peers.py; the ladder of the matrix product.
@@ -109,6 +110,12 @@ test_gpu: $(BUILD)/test_cuda_layers_gpu $(BUILD)/test_cuda_model_gpu
 # Registers, spills and shared memory of every kernel, as the compiler reports them.
 ptxas: train_rdattnres.cu | need_nvcc
 	$(NVCC) $(NVFLAGS) -Xptxas -v -c $< -o /dev/null 2>&1 | c++filt | grep -E "Compiling|registers|spill"
+
+# The paired experiment in small: two arms, report and pictures, in a minute.
+paired: all
+	python3 dev/paired/run.py dev/paired/studies/smoke.json
+	python3 dev/paired/analyse.py dev/paired/studies/smoke.json --results runs/paired/smoke/results
+	python3 dev/paired/plot.py --results runs/paired/smoke/results
 
 doc:
 	python3 dev/doc/symbols.py
