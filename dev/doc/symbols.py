@@ -16,24 +16,25 @@ ROOT = DOC.parent.parent.parent
 CPU, GPU = "train_rdattnres_cpu.cpp", "train_rdattnres.cu"
 
 # heading, then rows: symbol, what it is, function, piece of its line in the CPU trainer (None: the definition)
-# and, where the CUDA trainer's function has another name, that name.
+# and, where the CUDA trainer's function has another name, that name and a piece of its line or None.
 TABLE = [
     ("Depth memory", [
         ("`e`, `b_0`", "the embedding, source 0", "embedding_forward", "memcpy"),
         ("`dwte`", "its gradient", "embedding_backward", "row[c] +="),
         ("`stream`", "the embedding, then the partial after each sublayer", "Activations", "*stream"),
         ("`K`, `sources`", "what a site reads", "site_at", "source_slots(c, i)"),
-        ("`partial + o`", "the write", "write_partial", "add(slot"),
+        ("`partial + o`", "the write", "write_partial", "add(slot",
+         "model_forward", None),
         ("`dbank`", "one gradient per embedding and block", "Activations", "dbank;"),
         ("`do`", "gradient of the partial after a sublayer, so of its output", "model_backward", "dout = dpartial"),
     ]),
     ("Route", [
         ("`eps`", "inside every rmsnorm", None, "constexpr real EPS"),
-        ("`r_j`", "1 / rms of a source", "source_rstd", "rstd[bt] = 1 /"),
+        ("`r_j`", "1 / rms of a source", "source_rstd", "rstd[bt] = 1 /", "route_forward", None),
         ("`w`", "query * gain", "fold_gain", "w[r * C + c] ="),
         ("`z_j`", "logit of source j", "route_forward", "rstd[j][bt] * dot("),
         ("`p_j`", "softmax over the sources", "route_forward", "weights[j] /= sum"),
-        ("`h`", "the mix of the raw sources", "route_mix", "mix[c] +="),
+        ("`h`", "the mix of the raw sources", "route_mix", "mix[c] +=", "route_forward", None),
         ("`delta`", "dh . h", "route_backward", "const real delta ="),
         ("`dp_j`, `dz_j`", "gradients of weight and logit", "route_backward", "const real dz ="),
         ("`ds_j`", "gradient of a source, as value and as key", "route_backward", "ds[c] +="),
@@ -46,11 +47,11 @@ TABLE = [
         ("`dh`", "back through the norm", "rmsnorm_backward", "dh[bt * C + c] ="),
         ("`dweight`", "of a norm", "rmsnorm_backward", "dweight[c] +="),
         ("`x W^T`", "matrix product, weights (out, in)", "matmul_forward", "matmul(out"),
-        ("`dx`, `dw`", "its backward", "matmul_backward", "matmul(dx"),
+        ("`dx`, `dw`", "its backward", "matmul_backward", "matmul(dx", "matmul_backward_input", None),
         ("`a' = a cos - b sin`", "rotary position encoding", "rope_rotate", "x[i] ="),
         ("`score_tu`", "attention's logit", "attention_forward", "? scale * score[t]"),
         ("`lse_t`", "log of the sum of exp", "attention_forward", "lse["),
-        ("`att_t`", "attention's output", "attention_forward", "att[(b * T + t0 + t) * C"),
+        ("`att_t`", "attention's output", "attention_forward", "att_t[i] ="),
         ("`a_tu`", "attention's weight, rebuilt", "attention_backward", "exponential(scale * a_u[t] - lse_t[t])"),
         ("`delta_t`", "datt . att", "attention_backward", "delta[t] = dot("),
         ("`da_tu`, `dscore_tu`", "gradients of weight and logit", "attention_backward", "da_u[t] = scale * a_u[t]"),
