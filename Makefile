@@ -115,9 +115,10 @@ ptxas: train_rdattnres.cu | need_nvcc
 
 # The paired experiment in small: two arms, report and pictures, in a minute.
 paired: all
-	python3 dev/paired/run.py dev/paired/studies/smoke.json
+	rm -rf runs/paired/smoke
+	python3 dev/paired/run.py dev/paired/studies/smoke.json --jobs 2 --threads 1
 	python3 dev/paired/analyse.py dev/paired/studies/smoke.json --results runs/paired/smoke/results
-	python3 dev/paired/plot.py --results runs/paired/smoke/results
+	python3 dev/paired/plot.py --results runs/paired/smoke/results --if-possible
 
 doc:
 	python3 dev/doc/symbols.py
@@ -133,6 +134,8 @@ help:
 	@echo "make train_emulated     the CUDA trainer without a GPU: a very small run through dev/emulator"
 	@echo "make test_gpu           the CUDA tests on a real card"
 	@echo "make ptxas              registers, spills and shared memory of every kernel"
+	@echo "make bench              tokens/s, share of the measured peak and memory of the CPU trainer"
+	@echo "make paired             the paired experiment in small: runs, report, pictures; needs python3"
 	@echo "make doc                the symbol table and the picture, made again"
 	@echo "make bench              tokens/s, share of peak, memory of a training step, every arm; ARGS='small rd,block'"
 	@echo "make clean              remove what was built (runs/ stays)"
