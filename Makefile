@@ -134,7 +134,6 @@ help:
 	@echo "make train_emulated     the CUDA trainer without a GPU: a very small run through dev/emulator"
 	@echo "make test_gpu           the CUDA tests on a real card"
 	@echo "make ptxas              registers, spills and shared memory of every kernel"
-	@echo "make bench              tokens/s, share of the measured peak and memory of the CPU trainer"
 	@echo "make paired             the paired experiment in small: runs, report, pictures; needs python3"
 	@echo "make doc                the symbol table and the picture, made again"
 	@echo "make bench              tokens/s, share of peak, memory of a training step, every arm; ARGS='small rd,block'"
