@@ -58,11 +58,17 @@ data/text_to_shards: data/text_to_shards.cpp Makefile | $(BUILD)
 $(BUILD)/test_%: tests/test_%.cpp Makefile | $(BUILD)
 	$(CXX) $(FLAGS) $(OMPFLAGS) -DFILL_NAN -MMD -MP -MF $@.d $< -o $@
 
-$(BUILD)/test_%_fast $(BUILD)/test_%_asan $(BUILD)/test_%_race: tests/test_%.cu $(EMULATOR) | $(BUILD)
-	bash dev/emulator/build.sh $(lastword $(subst _, ,$@)) $< $@ -I. -MMD -MP -MT $@ -MF $@.d
+# One rule a build: a pattern rule with several targets would take one run of its recipe for all of them.
+EMULATE = bash dev/emulator/build.sh $(1) $< $@ -I. -MMD -MP -MT $@ -MF $@.d
+$(BUILD)/test_%_fast: tests/test_%.cu $(EMULATOR) | $(BUILD)
+	$(call EMULATE,fast)
+$(BUILD)/test_%_asan: tests/test_%.cu $(EMULATOR) | $(BUILD)
+	$(call EMULATE,asan)
+$(BUILD)/test_%_race: tests/test_%.cu $(EMULATOR) | $(BUILD)
+	$(call EMULATE,race)
 
 $(BUILD)/train_emulated: train_rdattnres.cu $(EMULATOR) | $(BUILD)
-	bash dev/emulator/build.sh fast $< $@ -I. -MMD -MP -MT $@ -MF $@.d
+	$(call EMULATE,fast)
 
 # Benchmarks: a training step; our half of dev/bench/peers.py; the ladder of the matrix product.
 $(BUILD)/bench $(BUILD)/stepper: $(BUILD)/%: dev/bench/%.cpp Makefile | $(BUILD)

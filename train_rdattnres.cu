@@ -509,7 +509,7 @@ route_forward_kernel(floatX* x, float* p, Sources<floatX> sources, const float* 
   if (bt >= BT) return;  // a whole warp leaves; there are no block barriers
   float h[R][NV][8] = {}, top[R], sum[R] = {};
   for (int r = 0; r < R; r++) top[r] = -INFINITY;
-  Raw8<floatX> next[NV];  // the next source is on its way while this one is worked on
+  Raw8<floatX> next[NV] = {};  // the next source is on its way while this one is worked on
   auto fetch = [&](size_t j) {
     const floatX* s = sources.stream + (sources.slot(j) * BT + bt) * C;
 #pragma unroll
