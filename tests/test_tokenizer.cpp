@@ -189,6 +189,8 @@ static void test_words(const Scratch& folder) {
     {"\u3000\u3000a", "\u3000|\u3000|a"}, {"\u2019s", "\u2019|s"}, {"\u00b7\u00b7", "\u00b7\u00b7"},
     {"\u0e01\u0e31", "\u0e01|\u0e31"}, {"\u200ba", "\u200b|a"}, {"\U0001d400a", "\U0001d400a"},
     {"\U0001f600a", "\U0001f600|a"}, {"\u2028a", "\u2028|a"}, {"\u0301a", "\u0301|a"},
+    {"a\u0085b", "a|\u0085|b"}, {"\u202f\u1680a", "\u202f|\u1680|a"}, {"\u2000\u200a1", "\u2000|\u200a|1"},
+    {"\u205f\u2029.", "\u205f|\u2029|."},
   };
   for (const auto& c : cases) {
     TEST(std::string("words: ") + json_quote(c.text));
@@ -238,6 +240,11 @@ static void test_bad_files(const Scratch& folder) {
   TEST("refused: no such file, a folder");
   CHECK(refuses(in_child([&] { Tokenizer::load(folder / "none"); }), 1, "none: cannot open: No such file"));
   CHECK(refuses(in_child([&] { Tokenizer::load(folder.path); }), 1, folder.path + ": not a regular file"));
+
+  TEST("end-of-text spelt out is text, even where it could be one token");
+  write_file(path, tokenizer_bytes({"a", "b", "ab", "ba"}, 3));
+  CHECK(Tokenizer::load(path).encode("ba") == std::vector<int>({1, 0}));
+  CHECK(Tokenizer::load(path).encode("ab") == std::vector<int>({2}));
 
   TEST("refused: text with a byte that has no token");
   std::vector<std::string> few = {"a", "b", "ab", "<|endoftext|>"};
