@@ -509,9 +509,13 @@ def test_fineweb_edu_py():
             part = len(data) * 9 // 10
 
             def feed():
+                # Bit by bit, for longer than --save-every: on a fast machine the whole part would be read before
+                # the first save is due, and then nothing more would come that could set it off.
                 with contextlib.suppress(BrokenPipeError):  # the reader is killed
-                    pipe.write(data[:part])
-                    pipe.flush()
+                    for piece in range(0, part, part // 40):
+                        pipe.write(data[piece:min(piece + part // 40, part)])
+                        pipe.flush()
+                        time.sleep(0.05)
 
             feeder = threading.Thread(target=feed, daemon=True)
             feeder.start()
