@@ -24,7 +24,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
 #include <map>
 #include <string>
 #include <vector>
@@ -35,6 +34,7 @@
 #include "dev/common/random.h"      // normal, uniform: counter-based random numbers
 #include "data/stories.h"           // tell_story, StoryMarks: the built-in corpus and its questions
 #include "dev/common/data.h"        // Data, open_data: the splits of a run
+#include "dev/common/events.h"      // validation_event, routes_event, ...: lines of the log
 #include "dev/common/flags.h"       // Options, parse_flags, config_from: the command line
 #include "dev/common/log.h"         // Log, Event: log.jsonl
 #include "dev/common/report.h"      // RouteStats and what people see on the screen
@@ -1004,15 +1004,15 @@ constexpr double ADAM_BETA1 = 0.9, ADAM_BETA2 = 0.95, ADAM_EPS = 1e-8;
 
 // Global norm of all gradients. Chunks of fixed size, added in order in double: independent of threads.
 double grad_norm(const Model& m) {
-  constexpr size_t CHUNK = 1 << 14;
+  constexpr size_t NORM_CHUNK = 1 << 14;
   const real* g = m.grads.wte;  // the whole family is one allocation
-  std::vector<double> sums((m.num_elements + CHUNK - 1) / CHUNK);
+  std::vector<double> sums((m.num_elements + NORM_CHUNK - 1) / NORM_CHUNK);
 #pragma omp parallel for
   for (size_t chunk = 0; chunk < sums.size(); chunk++) {
-    const size_t end = std::min((chunk + 1) * CHUNK, m.num_elements);
+    const size_t end = std::min((chunk + 1) * NORM_CHUNK, m.num_elements);
     double sum = 0;
 #pragma omp simd reduction(+ : sum)
-    for (size_t i = chunk * CHUNK; i < end; i++) sum += double(g[i]) * double(g[i]);
+    for (size_t i = chunk * NORM_CHUNK; i < end; i++) sum += double(g[i]) * double(g[i]);
     sums[chunk] = sum;
   }
   double sum = 0;
@@ -1148,12 +1148,7 @@ StoryMarks mark_answers(Model& m, size_t num_stories) {
   for (size_t n0 = 0; n0 < num_stories; n0 += m.B) {
     std::vector<Story> stories;
     for (size_t n = n0; n < std::min(n0 + m.B, num_stories); n++) stories.push_back(tell_story(StorySplit::test, n, T));
-    for (size_t b = 0; b < stories.size(); b++) {
-      std::vector<int> story = stories[b].tokens();
-      story.resize(T + 1, story[0]);  // filled up with end-of-text
-      std::copy(story.begin(), story.end() - 1, &tokens[b * T]);
-      std::copy(story.begin() + 1, story.end(), &targets[b * T]);
-    }
+    for (size_t b = 0; b < stories.size(); b++) stories[b].window(T, &tokens[b * T], &targets[b * T]);
     model_loss(m, tokens.data(), targets.data(), stories.size(), T, guesses.data());
     for (size_t b = 0; b < stories.size(); b++)
       for (const StoryQuestion& question : stories[b].questions) {
@@ -1232,13 +1227,12 @@ static double seconds_now() {
 }
 
 // What a run works with, from the flags to the log: built once in main, used by the three reports below.
-struct Run {
+struct Run : Progress {
   Options options;
   Config config;
   Tokenizer tokenizer;
   Data data;
   Model model;
-  size_t step = 0, tokens = 0, position = 0;  // updates done, tokens seen, examples taken
 };
 
 static std::vector<MemoryLine> memory_lines(const Config& c, size_t B) {
@@ -1262,28 +1256,17 @@ static void validate_split(Run& run, Log& log, const char* split, const TokenDat
   const size_t all = data.num_tokens(), wanted = run.options.val_tokens;
   const Validation v = validate(run.model, data, wanted > 0 ? wanted : all);
   printf("%s", validation_line(split, run.step, v.loss, v.tokens).c_str());
-  log.write(Event("val").add("step", run.step).add("tokens", run.tokens).add("split", split).add("loss", v.loss).add("count", v.tokens));
+  log.write(validation_event(run, split, v.loss, v.tokens));
   if (!run.config.has_routes()) return;
   if (!run.options.quiet) printf("%s", route_picture(run.config, v.routes).c_str());
-  std::vector<double> js_bits = v.routes.js_nats;
-  for (double& js : js_bits) js /= NATS_PER_BIT;
-  log.write(Event("routes").add("step", run.step).add("tokens", run.tokens).add("split", split).add("qk", v.routes.qk)
-                .add("v", v.routes.v).add("js_nats", v.routes.js_nats).add("js_bits", js_bits));
+  log.write(routes_event(run, split, v.routes));
 }
 
 static void report_answers(Run& run, Log& log) {
-  const StoryMarks marks = mark_answers(run.model, 500);
-  const auto print = [](const char* name, const StoryMarks::Row& row) {
-    const double percent = 100 / double(std::max<size_t>(row.asked, 1));
-    printf("  %-26s%7zu%8.0f%%%13.0f%%%14.0f%%\n", name, row.asked, double(row.right) * percent, double(row.guessed) * percent,
-           double(row.latest) * percent);
-  };
-  printf("answers in 500 held-out stories   asked    right   best guess   latest name\n");
-  for (size_t kind = 0; kind < NUM_STORY_KINDS; kind++) print(STORY_KIND_NAMES[kind], marks.row(StoryKind(kind)));
-  print("together", marks.total());
-  const StoryMarks::Row total = marks.total();
-  log.write(Event("val").add("step", run.step).add("tokens", run.tokens).add("split", "answers").add("count", total.asked)
-                .add("right", total.right).add("guessed", total.guessed).add("latest", total.latest));
+  constexpr size_t STORIES = 500;
+  const StoryMarks marks = mark_answers(run.model, STORIES);
+  printf("%s", answers_table(marks, STORIES).c_str());
+  log.write(answers_event(run, marks));
 }
 
 static void sample(Run& run, Log& log) {
@@ -1299,13 +1282,8 @@ static void sample(Run& run, Log& log) {
 
 static void save(Run& run, Log& log) {
   const Options& o = run.options;
-  Metadata metadata = saved_options(o);
-  for (const auto& field : config_to_metadata(run.config)) metadata[field.first] = field.second;
-  metadata["step"] = std::to_string(run.step);
-  metadata["tokens"] = std::to_string(run.tokens);
-  metadata["data_position"] = std::to_string(run.position);
   const std::string path = checkpoint_path(o.out, run.step);
-  model_save(run.model, path, metadata);
+  model_save(run.model, path, run_metadata(o, run.config, run));
   delete_old_checkpoints(o.out, o.keep);
   printf("saved  %s\n", path.c_str());
   log.write(Event("checkpoint").add("step", run.step).add("path", path));
@@ -1321,9 +1299,7 @@ int main(int argc, char** argv) {
     checkpoint = open_newest_checkpoint(o.resume);
     adopt_saved(o, checkpoint.metadata);
     if (o.out.empty()) o.out = folder_of(o.resume);
-    fatal_if(count_from_metadata(checkpoint.metadata, "step", &run.step));
-    fatal_if(count_from_metadata(checkpoint.metadata, "tokens", &run.tokens));
-    fatal_if(count_from_metadata(checkpoint.metadata, "data_position", &run.position));
+    static_cast<Progress&>(run) = progress_from_metadata(checkpoint.metadata);
   } else if (!o.init_from.empty()) {
     checkpoint = Checkpoint::open(o.init_from);
     adopt_saved(o, checkpoint.metadata, true);
@@ -1343,9 +1319,7 @@ int main(int argc, char** argv) {
     if (!earlier.empty()) printf("moved an earlier run to %s\n", earlier.c_str());
   }
   Log log = resuming ? Log(o.out, run.step) : Log(o.out);
-  const ParamCount count = count_params(config);
-  log.write(Event("config").add("options", saved_options(o)).add("parameters", count.total).add("embedding", count.embedding)
-                .add("layers", count.layers).add("routes", count.routes));
+  log.write(config_event(o, config));
   catch_stop_signals();
 
   const size_t first_step = run.step, examples = o.total_batch / config.T;

@@ -44,6 +44,13 @@ struct Story {
     for (char c : text) ids.push_back(static_cast<unsigned char>(c));
     return ids;
   }
+  // The same as one window of T inputs and T targets, filled up with end-of-text. Token t is the target at t - 1.
+  void window(size_t T, int* inputs /* (T) */, int* targets /* (T) */) const {
+    std::vector<int> ids = tokens();
+    ids.resize(T + 1, ids[0]);
+    std::copy(ids.begin(), ids.end() - 1, inputs);
+    std::copy(ids.begin() + 1, ids.end(), targets);
+  }
 };
 
 // ---- telling one story ---------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 // report.h - what a person sees: the tables at the start, the line of a step, the picture of the depth routes.
 // Everything here makes text and returns it; the trainers print it.
 #pragma once
+#include "../../data/stories.h"  // StoryMarks
 #include "check.h"    // format, human_bytes, human_count
 #include "config.h"   // Config, count_params
 #include "options.h"  // flag_table: the settings
@@ -113,6 +114,20 @@ inline std::string step_line(const StepReport& r) {
 inline std::string validation_line(const char* split, size_t step, double loss, size_t tokens) {
   return format("%-6s step %zu | loss %.4f nats a token | perplexity %.4g | %s tokens\n", split, step, loss,
                 std::exp(loss), with_commas(tokens).c_str());
+}
+
+// Right answers in held-out stories, by kind of question, beside what readers get who do not look back.
+inline std::string answers_table(const StoryMarks& marks, size_t num_stories) {
+  std::string text = format("%-34sasked    right   best guess   latest name\n",
+                            format("answers in %zu held-out stories", num_stories).c_str());
+  const auto add = [&](const char* name, const StoryMarks::Row& row) {
+    const double percent = 100 / double(std::max<size_t>(row.asked, 1));
+    text += format("  %-26s%7zu%8.0f%%%13.0f%%%14.0f%%\n", name, row.asked, double(row.right) * percent,
+                   double(row.guessed) * percent, double(row.latest) * percent);
+  };
+  for (size_t kind = 0; kind < NUM_STORY_KINDS; kind++) add(STORY_KIND_NAMES[kind], marks.row(StoryKind(kind)));
+  add("together", marks.total());
+  return text;
 }
 
 // ---- the depth routes ----------------------------------------------------------------------------------

@@ -11,6 +11,7 @@
 #include "check.h"       // fatal, format
 #include "checkpoint.h"  // Checkpoint
 #include "files.h"       // file_error, OutFile
+#include "flags.h"       // saved_options
 
 // ---- folders -------------------------------------------------------------------------------------------
 inline bool is_folder(const std::string& path) {
@@ -47,6 +48,26 @@ inline void lock_folder(const std::string& folder) {
   while (n > 0 && strlen(owner) > 0 && owner[strlen(owner) - 1] == '\n') owner[strlen(owner) - 1] = '\0';
   fatal(EXIT_ERROR, "%s: in use by another run (process %s); expected a folder of this run's own, see --out",
         folder.c_str(), n > 0 ? owner : "unknown");
+}
+
+// ---- how far a run is ----------------------------------------------------------------------------------
+struct Progress { size_t step = 0, tokens = 0, position = 0; };  // updates done, tokens seen, examples taken
+
+// What a checkpoint remembers of its run: every setting, the model's sizes, and how far it was.
+inline Metadata run_metadata(const Options& o, const Config& c, const Progress& at) {
+  Metadata metadata = saved_options(o);
+  for (const auto& field : config_to_metadata(c)) metadata[field.first] = field.second;
+  metadata["step"] = std::to_string(at.step);
+  metadata["tokens"] = std::to_string(at.tokens);
+  metadata["data_position"] = std::to_string(at.position);
+  return metadata;
+}
+inline Progress progress_from_metadata(const Metadata& metadata) {  // fatal if something is missing
+  Progress at;
+  fatal_if(count_from_metadata(metadata, "step", &at.step));
+  fatal_if(count_from_metadata(metadata, "tokens", &at.tokens));
+  fatal_if(count_from_metadata(metadata, "data_position", &at.position));
+  return at;
 }
 
 // ---- checkpoints by name -------------------------------------------------------------------------------
