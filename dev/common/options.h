@@ -92,7 +92,7 @@ inline const std::vector<Flag>& flag_table() {
     {"checkpoint-every", &O::checkpoint_every, "N", 0, 1e12, 0, "steps between checkpoints; 0: the last only"},
     {"keep", &O::keep, "N", 0, 1e9, 0, "checkpoints to keep, the newest; 0: all"},
     {"quiet", &O::quiet, "", 0, 0, NOW, "print only what matters most: no step lines, no pictures"},
-    {"dry-run", &O::dry_run, "", 0, 0, NOW, "print sizes, memory and time for this run, then stop"},
+    {"dry-run", &O::dry_run, "", 0, 0, NOW, "print sizes, memory, data and schedule, then stop"},
     {"dtype", &O::dtype, "bf16|fp32", 0, 0, GPU, "what the GPU computes in"},
     {"recompute", &O::recompute, "", 0, 0, GPU, "recompute activations in the backward pass to save memory"},
   };
