@@ -11,11 +11,9 @@
 //   gradients and the matrices that products read are floatX. Master weights, moments, gradients of parameters,
 //   norms, gains, queries, softmax statistics and every sum are float32.
 //   What rounds to floatX, and nothing else: x (a normalised mix), qkv before and after rope, the weights and
-//   the
-//   scores' gradients where attention multiplies them, att, gate, up, act, a slot of the stream (o + partial,
-//   rounded once), logits; the gradient of each of these; and the gradient of a mix, dh. A mix h never rounds:
-//   it
-//   lives in registers only.
+//   the scores' gradients where attention multiplies them, att, gate, up, act, a slot of the stream (o +
+//   partial, rounded once), logits; the gradient of each of these; and the gradient of a mix, dh. A mix h never
+//   rounds: it lives in registers only.
 //   No floating-point atomics: a sum over tokens is made by a fixed number of blocks, each a fixed share, and a
 //   second kernel adds the blocks in order. Same binary, same card, same bits.
 //   C and F are multiples of 8, so that 16-byte loads never straddle a row.
@@ -321,6 +319,7 @@ __device__ inline double block_sum(double v) {
     for (unsigned w = 1; w < SUM_THREADS / 32; w++) v += sums[w];
   return v;
 }
+
 // ---- sums over tokens ----------------------------------------------------------------------------------
 
 // Gradients of norms and queries are sums over all tokens. Stage one: token_blocks() blocks, each with a fixed
@@ -756,12 +755,12 @@ route_backward_kernel(floatX* dh, floatX* x, float* delta, floatX* dpartial, flo
 }
 template <class floatX>
 void route_backward(
-    floatX* dh,  // (R,BT,C): holds dx of every input (one if average), becomes dh of every route
-    floatX* x,  // (R,BT,C): the normalised mixes again
-    float* delta,  // (R,BT)
+    floatX* dh,        // (R,BT,C): holds dx of every input (one if average), becomes dh of every route
+    floatX* x,         // (R,BT,C): the normalised mixes again
+    float* delta,      // (R,BT)
     floatX* dpartial,  // (BT,C): adds, or overwrites if `first`; null: no source is a running partial
-    float* dnorm,  // (C)
-    float* dw,  // (routes,C)
+    float* dnorm,      // (C)
+    float* dw,         // (routes,C)
     const Sources<floatX>& sources, const float* p, const float* w, const float* norm,
     const RouteList& routes,  // this site's, at most two
     bool average, bool first,
@@ -870,15 +869,15 @@ __global__ void __launch_bounds__(THREADS)
 }
 template <class floatX>
 void route_backward_bank(
-    floatX* dbank,  // (K,BT,C): adds, or overwrites if `first`
-    float* dw,  // (routes,C)
-    const floatX* dh,  // (count,BT,C): of the listed routes, in that order
-    const float* delta,  // (count,BT)
+    floatX* dbank,                   // (K,BT,C): adds, or overwrites if `first`
+    float* dw,                       // (routes,C)
+    const floatX* dh,                // (count,BT,C): of the listed routes, in that order
+    const float* delta,              // (count,BT)
     const Sources<floatX>& sources,  // i: the block's first sublayer; sources are slots 0, S, .. i
     const float* p, const float* w,  // (routes,BT,ldp), (routes,C)
     const std::vector<int>& routes,  // numbers into p, w, dw
     bool first,
-    float* rows,  // workspace (token_blocks(), MAX_ROUTE_LIST, C)
+    float* rows,                     // workspace (token_blocks(), MAX_ROUTE_LIST, C)
     size_t BT, size_t C, size_t ldp) {
   NVTX_RANGE();
   const size_t K = sources.i / sources.S + 1, threads = (C / 4 + 31) / 32 * 32, warps = threads / 32;
@@ -1763,7 +1762,7 @@ struct Activations {
   float* p;              // (routes, B,T,ldp): the routes' weights; ldp is the most sources of any site
   floatX *qkv, *att;     // (L, B,T,3C) after rope, (L, B,T,C)
   float* lse;            // (L, B,NH,T)
-  floatX *gate, *up;  // (L, B,T,F); with --recompute (1, B,T,F). The backward turns them into their gradients
+  floatX *gate, *up;     // (L, B,T,F); --recompute: (1, B,T,F). The backward turns them into their gradients
   // Recomputed where needed, one site at a time.
   floatX* x;             // (R, B,T,C) normalised mixes: what the sublayer reads
   floatX* act;           // (B,T,F); in the backward dact, then act again
@@ -1777,7 +1776,7 @@ struct Activations {
   float* attention_delta;  // (B,NH,T)
   // What a step needs besides.
   float *w, *dw;         // (routes,C): query * gain, and its gradient
-  float* rows;  // (token_blocks(), MAX_ROUTE_LIST, C): sums over tokens, stage one; at least Vp numbers
+  float* rows;           // (token_blocks(), MAX_ROUTE_LIST, C), at least Vp: sums over tokens, stage one
   double* norm_sums;     // (NORM_BLOCKS)
   double* route_sums;    // (L, ldp, 3): see add_route_stats
   int *tokens, *targets, *guesses;  // (B,T)
@@ -1792,12 +1791,20 @@ struct Model {
   size_t B = 0, T = 0;  // largest batch and context that the buffers hold
   bool recompute = false;
   Tensors<float> params, grads, adam_m, adam_v;  // each one allocation, in the order of the tensor table
-  Tensors<floatX> weights;  // of the matrices, rounded: what products read; float: params itself
+  Tensors<floatX> weights;                       // the matrices rounded, for products; float: params itself
   size_t num_elements = 0;                       // of each of the four, padding rows of wte included
   size_t num_weights = 0;                        // elements of the rounded copies, 0 for float
   size_t chunk_rows = 0;                         // rows that the classifier works on at a time
   Activations<floatX> acts = {};
 };
+
+inline void allocate_tensors(Tensors<float>& tensors, const Config& config, const char* family) {
+  size_t total = 0;
+  for (const TensorSpec& t : tensor_table(config)) total += t.size();
+  float* next = device_array<float>(total, family);
+  for (const TensorSpec& t : tensor_table(config))
+    if (t.present) tensors.tensor(t.id) = next, next += t.size();
+}
 
 // Sites and routes are numbered in the order of the forward. The first site has one source, hence no routing:
 // there its number of inputs is 1 and its routes are skipped.
@@ -1868,14 +1875,6 @@ inline void check_config(const Config& c) {
   if (c.F % 8 != 0) fatal(EXIT_USAGE, "--ffn %zu: on the GPU a multiple of 8", c.F);
   if (c.HS() > MAX_HEAD_SIZE)
     fatal(EXIT_USAGE, "--heads %zu: head size %zu; on the GPU at most %zu", c.NH, c.HS(), MAX_HEAD_SIZE);
-}
-
-inline void allocate_tensors(Tensors<float>& tensors, const Config& config, const char* family) {
-  size_t total = 0;
-  for (const TensorSpec& t : tensor_table(config)) total += t.size();
-  float* next = device_array<float>(total, family);
-  for (const TensorSpec& t : tensor_table(config))
-    if (t.present) tensors.tensor(t.id) = next, next += t.size();
 }
 
 template <class floatX>
@@ -2302,6 +2301,10 @@ inline double global_norm(const float* g,  // (n)
   return std::sqrt(total);
 }
 
+// Global norm of all gradients: the whole family is one allocation.
+template <class floatX>
+double grad_norm(const Model<floatX>& m) { return global_norm(m.grads.wte, m.acts.norm_sums, m.num_elements); }
+
 // One thread per four numbers; n is a multiple of 4. The working copy that products read is written on the way;
 // null where there is none.
 struct AdamStep { float scale, rate, shrink, correct1, correct2; };
@@ -2334,10 +2337,6 @@ void adamw(float* p, floatX* working, float* m, float* v, const float* g, size_t
                        float(1 / (1 - std::pow(ADAM_BETA2, double(step))))};
   launch(adamw_kernel<floatX>, ceil_div(n / 4, 256), 256, 0, device.stream, p, working, m, v, g, n, by);
 }
-
-// Global norm of all gradients: the whole family is one allocation.
-template <class floatX>
-double grad_norm(const Model<floatX>& m) { return global_norm(m.grads.wte, m.acts.norm_sums, m.num_elements); }
 
 // step counts from 1. Gradients are scaled by grad_scale (clipping) on the way in.
 template <class floatX>

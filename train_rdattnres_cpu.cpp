@@ -675,7 +675,7 @@ struct Activations {
   real* x;                 // (R, B,T,C) normalised mixes: what the sublayer reads
   real* act;               // (B,T,F)
   real *logits, *losses;   // (CLASSIFIER_ROWS,Vp), (B,T)
-  // Gradients, one sublayer at a time; only the bank lives through the whole backward. The first dx is the head's.
+  // Gradients, one sublayer at a time; only the bank lives through the backward. The head's dx is the first.
   real* dbank;         // (N+1, B,T,C): embedding, blocks
   real *dh, *dx;       // (R, B,T,C)
   real *dqkv, *datt;   // (B,T,3C), (B,T,C)
@@ -738,7 +738,9 @@ void init_params(Model& m, uint64_t seed) {
     // Every number is a pure function of (seed, tensor, index): arms that lack a tensor share all the others.
 #pragma omp parallel for
     for (size_t i = 0; i < t.size(); i++)
-      w[i] = !random ? real(t.init == Init::one) : i < used ? real(std * normal(seed, STREAM_INIT + t.id, i)) : 0;
+      w[i] = !random    ? real(t.init == Init::one)
+             : i < used ? real(std * normal(seed, STREAM_INIT + t.id, i))
+                        : 0;
   }
 }
 
@@ -749,7 +751,8 @@ void model_create(Model& m, const Config& config, size_t B, size_t T, uint64_t s
   allocate_tensors(m.grads, config, "gradients");
   allocate_tensors(m.adam_m, config, "first moments");
   allocate_tensors(m.adam_v, config, "second moments");
-  for (Tensors<real>* zero : {&m.grads, &m.adam_m, &m.adam_v}) memset(zero->wte, 0, m.num_elements * sizeof(real));
+  for (Tensors<real>* family : {&m.grads, &m.adam_m, &m.adam_v})
+    memset(family->wte, 0, m.num_elements * sizeof(real));
   for_each_activation(m.acts, config, B, T, [&](const char* name, real*& pointer, size_t n) {
     pointer = alloc_array<real>(n, name);
     m.activation_bytes += n * sizeof(real);
@@ -759,15 +762,17 @@ void model_create(Model& m, const Config& config, size_t B, size_t T, uint64_t s
 
 void model_free(Model& m) {
   for (Tensors<real>* family : {&m.params, &m.grads, &m.adam_m, &m.adam_v}) free_array(family->wte);
-  for_each_activation(m.acts, m.config, m.B, m.T, [](const char*, real*& pointer, size_t) { free_array(pointer); });
+  for_each_activation(m.acts, m.config, m.B, m.T,
+                      [](const char*, real*& pointer, size_t) { free_array(pointer); });
   m = Model();
 }
 
-// Where everything is. The stream has 2L + 1 slots: slot 0 is the embedding, slot i + 1 the running partial after
-// sublayer i. A block ends where the slot number is a multiple of S. So sublayer i reads (source_slots)
-//   slots 0, S, 2S, ... up to i: the embedding and the finished blocks; and slot i, the running partial, if it is
-//   not one of them; and bank_index(slot) = ceil(slot / S) says to which block a slot belongs, 0 being the embedding.
-// A residual network has one source, slot i, and one block that never ends.
+// Where everything is. The stream has 2L + 1 slots: slot 0 is the embedding, slot i + 1 the running partial
+// after sublayer i. A block ends where the slot number is a multiple of S. So sublayer i reads (source_slots)
+//   slots 0, S, 2S, ... up to i: the embedding and the finished blocks; and slot i, the running partial, if it
+//   is not one of them.
+// To which block a slot belongs, bank_index(slot) = ceil(slot / S) says, 0 being the embedding. A residual
+// network has one source, slot i, and one block that never ends.
 
 // What one site reads: its sources and the parameters of its routes.
 struct Site {
@@ -798,8 +803,9 @@ Site site_at(Model& m, size_t i, size_t BT) {
     site.query[0] = w.out_route, site.gain = w.out_route_gain, site.norm = w.final_norm;
     site.dquery[0] = d.out_route, site.dgain = d.out_route_gain, site.dnorm = d.final_norm;
   } else if (i % 2 == 1) {
-    site.query[0] = at(w.mlp_route, layer), site.gain = at(w.mlp_route_gain, layer), site.norm = w.mlp_norm + layer;
-    site.dquery[0] = at(d.mlp_route, layer), site.dgain = at(d.mlp_route_gain, layer), site.dnorm = d.mlp_norm + layer;
+    site.query[0] = at(w.mlp_route, layer), site.dquery[0] = at(d.mlp_route, layer);
+    site.gain = at(w.mlp_route_gain, layer), site.norm = w.mlp_norm + layer;
+    site.dgain = at(d.mlp_route_gain, layer), site.dnorm = d.mlp_norm + layer;
   } else {
     site.query[0] = at(w.attn_route_qk, layer), site.dquery[0] = at(d.attn_route_qk, layer);
     site.query[1] = at(w.attn_route_v, layer), site.dquery[1] = at(d.attn_route_v, layer);  // null in frozen-v
@@ -816,7 +822,9 @@ real* dpartial(const Model& m, size_t i, size_t BT) {
 }
 
 // How many different inputs a sublayer has: x_qk and x_v where the arm tells them apart, else one.
-size_t num_inputs(const Config& c, const Site& site) { return c.arch == Arch::average ? 1 : std::max<size_t>(site.R, 1); }
+size_t num_inputs(const Config& c, const Site& site) {
+  return c.arch == Arch::average ? 1 : std::max<size_t>(site.R, 1);
+}
 
 // The mixes that a site's norm reads, one per input, each (BT,C).
 const real* site_mixes(const Model& m, const Site& site, size_t BT) {
@@ -832,7 +840,8 @@ void read_sources(Model& m, const Site& site, size_t BT, Weights weights) {
   real* h = m.acts.h;
   if (site.R > 0 && weights == Weights::given) route_mix(h, site.p, site.sources.data(), BT, C, site.K, site.R);
   if (site.R > 0 && weights == Weights::find)
-    route_forward(h, site.p, site.sources.data(), site.rstd.data(), site.query, site.gain, BT, C, site.K, site.R);
+    route_forward(h, site.p, site.sources.data(), site.rstd.data(), site.query, site.gain, BT, C, site.K,
+                  site.R);
   if (m.config.arch == Arch::average && site.R == 2)
     average(h + 2 * BT * C, h, h + BT * C, BT * C);
   for (size_t n = 0; n < num_inputs(m.config, site); n++)
@@ -893,7 +902,8 @@ void read_sources_backward(Model& m, const Site& site, size_t BT) {
   // tied: both inputs are one function of one query, so their gradients meet here, as in `block`.
   if (c.arch == Arch::tied && R == 2) add(dx, dx + BT * C, BT * C), inputs = R = 1;
   for (size_t n = 0; n < inputs; n++)
-    rmsnorm_backward(dh + n * BT * C, site.dnorm, dx + n * BT * C, site_mixes(m, site, BT) + n * BT * C, site.norm, BT, C);
+    rmsnorm_backward(dh + n * BT * C, site.dnorm, dx + n * BT * C, site_mixes(m, site, BT) + n * BT * C,
+                     site.norm, BT, C);
   if (c.arch == Arch::average && R == 2) split_average(dh, dh + BT * C, BT * C);
   if (R == 0) add(site.dsources[0], dh, BT * C);  // residual: h is the source itself
   else
@@ -955,12 +965,14 @@ double mean_loss(const real* losses, size_t BT) {
 }
 
 // Loss of one micro-batch; adds the gradient of (its mean loss / accumulation) to m.grads.
-double model_loss_and_gradients(Model& m, const int* tokens, const int* targets, size_t B, size_t T, size_t accumulation = 1) {
+double model_loss_and_gradients(Model& m, const int* tokens, const int* targets, size_t B, size_t T,
+                                size_t accumulation = 1) {
   const Config& c = m.config;
   const Activations& a = m.acts;
   const real dloss = 1 / (real(B * T) * real(accumulation));
   model_forward(m, tokens, B, T);
-  classifier(a.losses, nullptr, a.dx, m.grads.wte, a.x, m.params.wte, targets, dloss, a.logits, B * T, c.C, c.V, c.Vp());
+  classifier(a.losses, nullptr, a.dx, m.grads.wte, a.x, m.params.wte, targets, dloss, a.logits, B * T, c.C,
+             c.V, c.Vp());
   model_backward(m, tokens, B, T);
   return mean_loss(a.losses, B * T);
 }
@@ -970,7 +982,8 @@ double model_loss(Model& m, const int* tokens, const int* targets, size_t B, siz
   const Config& c = m.config;
   const Activations& a = m.acts;
   model_forward(m, tokens, B, T);
-  classifier(a.losses, guesses, nullptr, nullptr, a.x, m.params.wte, targets, 0, a.logits, B * T, c.C, c.V, c.Vp());
+  classifier(a.losses, guesses, nullptr, nullptr, a.x, m.params.wte, targets, 0, a.logits, B * T, c.C, c.V,
+             c.Vp());
   return mean_loss(a.losses, B * T);
 }
 
@@ -1022,7 +1035,8 @@ double grad_norm(const Model& m) {
 
 // One step for n numbers: m and v are running means of g and g^2, corrected for having started at zero.
 //   p -= lr (mhat / (sqrt(vhat) + eps) + decay p)
-void adamw(real* p, real* m, real* v, const real* g, size_t n, double grad_scale, double lr, double decay, size_t step) {
+void adamw(real* p, real* m, real* v, const real* g, size_t n, double grad_scale, double lr, double decay,
+           size_t step) {
   const real beta1 = real(ADAM_BETA1), beta2 = real(ADAM_BETA2), eps = real(ADAM_EPS);
   const real correct1 = real(1 / (1 - std::pow(ADAM_BETA1, double(step))));
   const real correct2 = real(1 / (1 - std::pow(ADAM_BETA2, double(step))));
@@ -1039,11 +1053,12 @@ void adamw(real* p, real* m, real* v, const real* g, size_t n, double grad_scale
 }
 
 // step counts from 1. Gradients are scaled by grad_scale (clipping) on the way in.
-void model_update(Model& m, size_t step, double grad_scale, double lr, double weight_decay, double query_lr_mult) {
+void model_update(Model& m, size_t step, double grad_scale, double lr, double weight_decay,
+                  double query_lr_mult) {
   for (const TensorSpec& t : tensor_table(m.config)) {
     if (!t.present) continue;
-    adamw(m.params.tensor(t.id), m.adam_m.tensor(t.id), m.adam_v.tensor(t.id), m.grads.tensor(t.id), t.size(), grad_scale,
-          t.is_query() ? lr * query_lr_mult : lr, t.decay ? weight_decay : 0, step);
+    adamw(m.params.tensor(t.id), m.adam_m.tensor(t.id), m.adam_v.tensor(t.id), m.grads.tensor(t.id), t.size(),
+          grad_scale, t.is_query() ? lr * query_lr_mult : lr, t.decay ? weight_decay : 0, step);
   }
 }
 
@@ -1054,7 +1069,8 @@ std::string find_non_finite(const Config& c, Tensors<real>& family) {
   for (const TensorSpec& t : tensor_table(c)) {
     const real* values = family.tensor(t.id);
     for (size_t i = 0; i < t.size(); i++)
-      if (!std::isfinite(values[i])) return t.per_layer ? format("%s, layer %zu", t.name, i / (t.size() / c.L)) : t.name;
+      if (!std::isfinite(values[i]))
+        return t.per_layer ? format("%s, layer %zu", t.name, i / (t.size() / c.L)) : t.name;
   }
   return "";
 }
@@ -1069,7 +1085,8 @@ std::string blame_non_finite(Model& m, size_t BT) {
     for (size_t i = 0; i < BT * c.C; i++)
       if (!std::isfinite(m.acts.stream[slot * BT * c.C + i])) {
         if (slot == 0) return "the embedding";
-        return format("the output of the %s, layer %zu", slot % 2 ? "attention" : "feed-forward", (slot - 1) / 2);
+        const char* sublayer = slot % 2 ? "attention" : "feed-forward";
+        return format("the output of the %s, layer %zu", sublayer, (slot - 1) / 2);
       }
   const std::string gradient = find_non_finite(c, m.grads);
   return gradient.empty() ? "the norm itself, which overflowed" : "gradient of " + gradient;
@@ -1089,9 +1106,10 @@ void model_save(Model& m, const std::string& path, const std::map<std::string, s
     for (const TensorSpec& t : tensor_table(m.config)) {
       if (!t.present) continue;
       const real* source = family.tensors->tensor(t.id);
-      tensors.push_back({std::string(family.prefix) + t.name, t.shape, [source](size_t offset, size_t n, float* chunk) {
-                           for (size_t i = 0; i < n; i++) chunk[i] = float(source[offset + i]);
-                         }});
+      const auto get = [source](size_t offset, size_t n, float* chunk) {
+        for (size_t i = 0; i < n; i++) chunk[i] = float(source[offset + i]);
+      };
+      tensors.push_back({std::string(family.prefix) + t.name, t.shape, get});
     }
   checkpoint_write(path, metadata, tensors);
 }
@@ -1104,9 +1122,10 @@ void model_load(Model& m, const Checkpoint& checkpoint, bool with_moments) {
     for (const TensorSpec& t : tensor_table(m.config)) {
       if (!t.present) continue;
       real* target = family.tensors->tensor(t.id);
-      checkpoint.read(std::string(family.prefix) + t.name, t.shape, [target](size_t offset, size_t n, const float* chunk) {
+      const auto put = [target](size_t offset, size_t n, const float* chunk) {
         for (size_t i = 0; i < n; i++) target[offset + i] = real(chunk[i]);
-      });
+      };
+      checkpoint.read(std::string(family.prefix) + t.name, t.shape, put);
     }
   }
 }
@@ -1147,13 +1166,15 @@ StoryMarks mark_answers(Model& m, size_t num_stories) {
   std::vector<int> tokens(m.B * T), targets(m.B * T), guesses(m.B * T);
   for (size_t n0 = 0; n0 < num_stories; n0 += m.B) {
     std::vector<Story> stories;
-    for (size_t n = n0; n < std::min(n0 + m.B, num_stories); n++) stories.push_back(tell_story(StorySplit::test, n, T));
+    for (size_t n = n0; n < std::min(n0 + m.B, num_stories); n++)
+      stories.push_back(tell_story(StorySplit::test, n, T));
     for (size_t b = 0; b < stories.size(); b++) stories[b].window(T, &tokens[b * T], &targets[b * T]);
     model_loss(m, tokens.data(), targets.data(), stories.size(), T, guesses.data());
     for (size_t b = 0; b < stories.size(); b++)
       for (const StoryQuestion& question : stories[b].questions) {
         bool right = true;  // token t is the target of row t - 1
-        for (size_t t = question.begin; t < question.end; t++) right &= guesses[b * T + t - 1] == targets[b * T + t - 1];
+        for (size_t t = question.begin; t < question.end; t++)
+          right &= guesses[b * T + t - 1] == targets[b * T + t - 1];
         marks.add(question, right);
       }
   }
@@ -1167,13 +1188,14 @@ void next_token_logits(Model& m, const std::vector<int>& context, std::vector<fl
   const Config& c = m.config;
   const size_t n = std::min(context.size(), m.T);
   model_forward(m, context.data() + context.size() - n, 1, n);
-  matmul(m.acts.logits, c.Vp(), m.acts.x + (n - 1) * c.C, c.C, false, m.params.wte, c.C, true, 1, c.V, c.C, false);
+  matmul(m.acts.logits, c.Vp(), m.acts.x + (n - 1) * c.C, c.C, false, m.params.wte, c.C, true, 1, c.V, c.C,
+         false);
   logits.assign(m.acts.logits, m.acts.logits + c.V);
 }
 
 // Continues `context` by n tokens. Random numbers are a function of (seed, position): no state, none disturbed.
-std::vector<int> generate(Model& m, std::vector<int> context, size_t n, double temperature, size_t top_k, double top_p,
-                          uint64_t seed) {
+std::vector<int> generate(Model& m, std::vector<int> context, size_t n, double temperature, size_t top_k,
+                          double top_p, uint64_t seed) {
   std::vector<float> logits;
   for (size_t i = 0; i < n; i++) {
     next_token_logits(m, context, logits);
@@ -1190,7 +1212,8 @@ struct StepResult { double loss, norm; };
 // Example numbers position .. position + B * accumulation - 1 of the run's data order, B at a time; clipping;
 // one update. step counts from 1. Stops the program, naming the tensor, before a number that is not finite
 // reaches the parameters.
-StepResult train_step(Model& m, const TokenData& data, const Options& o, size_t position, size_t step, double lr) {
+StepResult train_step(Model& m, const TokenData& data, const Options& o, size_t position, size_t step,
+                      double lr) {
   const size_t B = m.B, T = m.T, accumulation = o.total_batch / (B * T);
   std::vector<int> tokens(B * T), targets(B * T);
   StepResult result = {0, 0};
@@ -1198,13 +1221,14 @@ StepResult train_step(Model& m, const TokenData& data, const Options& o, size_t 
   for (size_t micro = 0; micro < accumulation; micro++) {
     for (size_t b = 0; b < B; b++)
       training_example(data, T, o.seed, position + micro * B + b, &tokens[b * T], &targets[b * T]);
-    result.loss += model_loss_and_gradients(m, tokens.data(), targets.data(), B, T, accumulation) / double(accumulation);
+    result.loss +=
+        model_loss_and_gradients(m, tokens.data(), targets.data(), B, T, accumulation) / double(accumulation);
   }
   result.norm = grad_norm(m);
   if (!std::isfinite(result.loss) || !std::isfinite(result.norm)) {
-    fatal(EXIT_ERROR, "step %zu: loss %g, gradient norm %g, first bad number in %s; expected finite numbers. No update was"
-          " made; resume from the last checkpoint, with a lower --lr", step, result.loss, result.norm,
-          blame_non_finite(m, B * T).c_str());
+    fatal(EXIT_ERROR, "step %zu: loss %g, gradient norm %g, first bad number in %s; expected finite numbers."
+          " No update was made; resume from the last checkpoint, with a lower --lr", step, result.loss,
+          result.norm, blame_non_finite(m, B * T).c_str());
   }
   const double scale = o.clip > 0 && result.norm > o.clip ? o.clip / result.norm : 1;
   model_update(m, step, scale, lr, o.weight_decay, o.query_lr_mult);
@@ -1241,14 +1265,16 @@ static std::vector<MemoryLine> memory_lines(const Config& c, size_t B) {
   Activations none = {};
   for_each_activation(none, c, B, c.T, [&](const char*, real*&, size_t n) { activations += n * sizeof(real); });
   const size_t family = elements * sizeof(real);
-  return {{"parameters", family}, {"gradients", family}, {"AdamW moments", 2 * family}, {"activations", activations}};
+  return {{"parameters", family}, {"gradients", family}, {"AdamW moments", 2 * family},
+          {"activations", activations}};
 }
 
 static void print_start(const Run& run) {
   const Options& o = run.options;
   if (!o.quiet) printf("%s\n", settings_table(o).c_str());
   printf("%s%s", model_table(run.config).c_str(), memory_table(memory_lines(run.config, o.batch)).c_str());
-  for (const auto& split : run.data.splits()) printf("%s", data_line(split.first, *split.second, run.config.T).c_str());
+  for (const auto& split : run.data.splits())
+    printf("%s", data_line(split.first, *split.second, run.config.T).c_str());
   printf("%s\n", schedule_table(o, run.data.train.num_tokens()).c_str());
 }
 
@@ -1346,12 +1372,19 @@ int main(int argc, char** argv) {
     if (!o.quiet)
       printf("%s", step_line({run.step, o.steps, result.loss, result.norm, lr, seconds, o.total_batch,
                               each * double(o.steps - run.step)}).c_str());
-    log.write(Event("step").add("step", run.step).add("tokens", run.tokens).add("loss", result.loss).add("norm", result.norm)
-                  .add("lr", lr).add("ms", seconds * 1000).add("tok_s", double(o.total_batch) / seconds));
+    log.write(Event("step")
+                  .add("step", run.step)
+                  .add("tokens", run.tokens)
+                  .add("loss", result.loss)
+                  .add("norm", result.norm)
+                  .add("lr", lr)
+                  .add("ms", seconds * 1000)
+                  .add("tok_s", double(o.total_batch) / seconds));
   }
   const double seconds = seconds_now() - start;
   if (run.step < o.steps) {
-    printf("stopped at step %zu of %zu; go on with: %s --resume %s\n", run.step, o.steps, argv[0], o.out.c_str());
+    printf("stopped at step %zu of %zu; go on with: %s --resume %s\n", run.step, o.steps, argv[0],
+           o.out.c_str());
   } else {
     log.write(Event("done").add("step", run.step).add("tokens", run.tokens).add("seconds", seconds));
     printf("done   %zu steps in %s\n", run.step - first_step, duration_text(seconds).c_str());

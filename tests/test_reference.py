@@ -30,7 +30,7 @@ except ImportError as error:
     finish()
 sys.path.insert(0, str(ROOT / "dev/reference"))
 from rdattnres import ARCHES, Config, RDAttnRes, load_windows, loss_and_gradients  # noqa: E402
-import test_doc  # noqa: E402
+from pages import Page  # noqa: E402
 
 torch.set_num_threads(1)
 FACTOR = 8        # our float32 error may be this many times PyTorch's float32 error ...
@@ -157,8 +157,8 @@ def compare_with_derivation(arch, S, doc):
 with case("the derivation's numpy model gives PyTorch's loss and gradients, all arches"):
     doc = {"__name__": "doc"}
     with contextlib.redirect_stdout(io.StringIO()):
-        for _, start, source in test_doc.blocks(test_doc.DOC):
-            exec(compile("\n" * (start - 1) + source, str(test_doc.DOC), "exec"), doc)
+        for _, code in Page(ROOT / "dev/doc/rdattnres.md").python():
+            exec(code, doc)
     for arch in ARCHES:
         for S in (2, 4):
             compare_with_derivation(arch, S, doc)

@@ -1,0 +1,49 @@
+"""pages.py - the project's Markdown pages, cut into what tests look at: code blocks, inline code, links, headings."""
+import pathlib
+import re
+from collections import namedtuple
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "data/README.md", *sorted((ROOT / "dev").glob("*/*.md"))]
+
+Block = namedtuple("Block", "language heading line text")  # line: of its first line; heading: what it stands under
+
+
+class Page:
+    """blocks: the fenced ones; indented: the lines of the others, (number, text); prose: the rest."""
+
+    def __init__(self, path):
+        self.path, self.name = path, str(path.relative_to(ROOT))
+        self.blocks, self.indented, self.headings, prose, block = [], [], [], [], None
+        for number, line in enumerate(path.read_text().split("\n"), 1):
+            if block is not None and line.startswith("```"):
+                self.blocks.append(block._replace(text="\n".join(block.text)))
+                block = None
+            elif block is not None:
+                block.text.append(line)
+            elif line.startswith("```"):
+                block = Block(line[3:], self.headings[-1], number + 1, [])
+            elif line.startswith("    "):
+                self.indented.append((number, line))
+            else:
+                prose.append(line)
+                if line.startswith("#"):
+                    self.headings.append(re.sub(r"^#+ *", "", line))
+        assert block is None, f"{self.name}: the block opened above line {block.line} never ends"
+        self.prose = "\n".join(prose)
+
+    def python(self):
+        """The Python of the page, block by block, compiled with the page's line numbers."""
+        for block in self.blocks:
+            if block.language == "python":
+                yield block, compile("\n" * (block.line - 1) + block.text, str(self.path), "exec")
+
+    def inline_code(self):
+        return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", self.prose)]
+
+    def links(self):
+        return re.findall(r"\]\(([^)\s]+)\)", self.prose)
+
+    def anchors(self):
+        """What a link may name after '#': headings in lower case, spaces as dashes, most signs dropped."""
+        return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in self.headings}
