@@ -622,8 +622,8 @@ void route_forward(floatX* x,                        // (R,BT,C), one if average
 template <class floatX, int NV, int R>
 __global__ void __launch_bounds__(ROUTE_THREADS)
 route_backward_kernel(floatX* dh, floatX* x, float* delta, floatX* dpartial, float* rows,
-                          Sources<floatX> sources, const float* p, const float* w, const float* norm,
-                          bool average, bool first, size_t BT, size_t C, size_t ldp) {
+                      Sources<floatX> sources, const float* p, const float* w, const float* norm,
+                      bool average, bool first, size_t BT, size_t C, size_t ldp) {
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const size_t K = sources.K();
   float* gathered = dynamic_shared<float>() + size_t(warp) * (1 + R) * C;
@@ -791,9 +791,9 @@ void route_backward(
 // . s_j and w . s_j, crosses the block in `parts`; the resulting weights come back in `coefficients`.
 template <class floatX, int RMAX, int THREADS>
 __global__ void __launch_bounds__(THREADS)
-    route_backward_bank_kernel(floatX* dbank, float* rows, const floatX* dh, const float* delta,
-                               Sources<floatX> sources, const float* p, const float* w, RouteList routes,
-                               bool first, size_t BT, size_t C, size_t ldp) {
+route_backward_bank_kernel(floatX* dbank, float* rows, const floatX* dh, const float* delta,
+                           Sources<floatX> sources, const float* p, const float* w, RouteList routes,
+                           bool first, size_t BT, size_t C, size_t ldp) {
   constexpr int N = RMAX == 12 ? 32 : 2 * RMAX;  // values summed together, padded to a power of two
   const unsigned R = unsigned(routes.count), lane = threadIdx.x % 32, warp = threadIdx.x / 32,
                  warps = blockDim.x / 32;

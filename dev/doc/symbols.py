@@ -4,8 +4,8 @@
     python dev/doc/symbols.py            # finds the lines again and writes the table
     python dev/doc/symbols.py --check    # exit 1, and why, if a line has moved or gone
 
-A row names a function and a piece of one of its lines; the line number is looked up. In train_rdattnres.cu the row
-points at the function of the same name, unless it names another there. Standard library only.
+A row names a function and a piece of one of its lines, for each trainer; the line number is looked up. Standard
+library only.
 """
 import pathlib
 import re
@@ -15,73 +15,104 @@ DOC = pathlib.Path(__file__).with_suffix(".md")
 ROOT = DOC.parent.parent.parent
 CPU, GPU = "train_rdattnres_cpu.cpp", "train_rdattnres.cu"
 
-# heading, then rows: symbol, what it is, function, piece of its line in the CPU trainer (None: the definition)
-# and, where the CUDA trainer's function has another name, that name and a piece of its line or None.
+# heading, then rows: symbol, what it is; function and piece of its line (None: the definition) in the CPU
+# trainer, then in the CUDA trainer.
 TABLE = [
     ("Depth memory", [
-        ("`e`, `b_0`", "the embedding, source 0", "embedding_forward", "memcpy"),
-        ("`dwte`", "its gradient", "embedding_backward", "row[c] +="),
-        ("`stream`", "the embedding, then the partial after each sublayer", "Activations", "*stream"),
-        ("`K`, `sources`", "what a site reads", "site_at", "source_slots(c, i)"),
-        ("`partial + o`", "the write", "write_partial", "add(slot",
-         "model_forward", None),
-        ("`dbank`", "one gradient per embedding and block", "Activations", "dbank;"),
-        ("`do`", "gradient of the partial after a sublayer, so of its output", "model_backward", "dout = dpartial"),
+        ("`e`, `b_0`", "the embedding, source 0",
+         "embedding_forward", "memcpy", "embedding_forward_kernel", "load8(v, wte"),
+        ("`dwte`", "its gradient", "embedding_backward", "row[c] +=", "embedding_backward_kernel", "row[k] +="),
+        ("`stream`", "the embedding, then the partial after each sublayer",
+         "Activations", "*stream", "Activations", "stream;"),
+        ("`K`, `sources`", "what a site reads", "site_at", "source_slots(c, i)", "Sources", "slot(size_t j)"),
+        ("`partial + o`", "the write",
+         "write_partial", "add(slot", "model_forward", "partial_before(m, 2 * l,"),
+        ("`dbank`", "one gradient per embedding and block", "Activations", "dbank;", "Activations", "dbank;"),
+        ("`do`", "gradient of the partial after a sublayer, so of its output",
+         "model_backward", "dout = dpartial", "model_backward", "dpartial = ["),
     ]),
     ("Route", [
-        ("`eps`", "inside every rmsnorm", None, "constexpr real EPS"),
-        ("`r_j`", "1 / rms of a source", "source_rstd", "rstd[bt] = 1 /", "route_forward", None),
-        ("`w`", "query * gain", "fold_gain", "w[r * C + c] ="),
-        ("`z_j`", "logit of source j", "route_forward", "rstd[j][bt] * dot("),
-        ("`p_j`", "softmax over the sources", "route_forward", "weights[j] /= sum"),
-        ("`h`", "the mix of the raw sources", "route_mix", "mix[c] +=", "route_forward", None),
-        ("`delta`", "dh . h", "route_backward", "const real delta ="),
-        ("`dp_j`, `dz_j`", "gradients of weight and logit", "route_backward", "const real dz ="),
-        ("`ds_j`", "gradient of a source, as value and as key", "route_backward", "ds[c] +="),
-        ("`base`", "dw, summed over tokens and sources", "route_backward", "base[c] +="),
-        ("`dquery`", "gain * base", "route_backward", "dquery[r][c] +="),
-        ("`dgain`", "query * base", "route_backward", "dgain[c] +="),
+        ("`eps`", "inside every rmsnorm", None, "constexpr real EPS", None, "constexpr float EPS"),
+        ("`r_j`", "1 / rms of a source",
+         "source_rstd", "rstd[bt] = 1 /", "route_forward_kernel", "rj = rsqrtf("),
+        ("`w`", "query * gain", "fold_gain", "w[r * C + c] =", "fold_gain_kernel", "w[blockIdx.y * C + c] ="),
+        ("`z_j`", "logit of source j",
+         "route_forward", "rstd[j][bt] * dot(", "route_forward_kernel", "zj = rj *"),
+        ("`p_j`", "softmax over the sources",
+         "route_forward", "weights[j] /= sum", "route_forward_kernel", "weights[j] = expf("),
+        ("`h`", "the mix of the raw sources",
+         "route_mix", "mix[c] +=", "route_forward_kernel", "] = fmaf(e, s["),
+        ("`delta`", "dh . h",
+         "route_backward", "const real delta =", "route_backward_kernel", "deltas[r] = fmaf("),
+        ("`dp_j`, `dz_j`", "gradients of weight and logit",
+         "route_backward", "const real dz =", "route_backward_bank_kernel", "dzr = pj * (dp - delta"),
+        ("`ds_j`", "gradient of a source, as value and as key",
+         "route_backward", "ds[c] +=", "route_backward_bank_kernel", "ds[k] = fmaf(by.x"),
+        ("`base`", "dw, summed over tokens and sources",
+         "route_backward", "base[c] +=", "route_backward_bank_kernel", "dw[r][k] = fmaf("),
+        ("`dquery`", "gain * base",
+         "route_backward", "dquery[r][c] +=", "fold_gain_backward_kernel", "dquery[c] +="),
+        ("`dgain`", "query * base",
+         "route_backward", "dgain[c] +=", "fold_gain_backward_kernel", "dgain[c] +="),
     ]),
     ("Layers", [
-        ("`x`", "weight * rmsnorm(h)", "rmsnorm_forward", "x[bt * C + c] ="),
-        ("`dh`", "back through the norm", "rmsnorm_backward", "dh[bt * C + c] ="),
-        ("`dweight`", "of a norm", "rmsnorm_backward", "dweight[c] +="),
-        ("`x W^T`", "matrix product, weights (out, in)", "matmul_forward", "matmul(out"),
-        ("`dx`, `dw`", "its backward", "matmul_backward", "matmul(dx", "matmul_backward_input", None),
-        ("`a' = a cos - b sin`", "rotary position encoding", "rope_rotate", "x[i] ="),
-        ("`score_tu`", "attention's logit", "attention_forward", "? scale * score[t]"),
-        ("`lse_t`", "log of the sum of exp", "attention_forward", "lse["),
-        ("`att_t`", "attention's output", "attention_forward", "att_t[i] ="),
-        ("`a_tu`", "attention's weight, rebuilt", "attention_backward", "exponential(scale * a_u[t] - lse_t[t])"),
-        ("`delta_t`", "datt . att", "attention_backward", "delta[t] = dot("),
-        ("`da_tu`, `dscore_tu`", "gradients of weight and logit", "attention_backward", "da_u[t] = scale * a_u[t]"),
-        ("`dv_u`", "gradient of a value", "attention_backward", "matmul_rows(&dv"),
-        ("`dq_t`", "gradient of a query", "attention_backward", "matmul_rows(&dq_rows"),
-        ("`dk_u`", "gradient of a key", "attention_backward", "matmul_rows(&dk"),
-        ("`silu(gate) * up`", "SwiGLU", "swiglu_forward", "act[i] ="),
-        ("`dgate`", "its backward", "swiglu_backward", "dgate[i] ="),
-        ("`dup`", "its backward", "swiglu_backward", "dup[i] ="),
-        ("`loss_t`", "cross-entropy of a token", "classifier", "losses[row0 + row] ="),
-        ("`dlogits`", "softmax less one at the target", "classifier", "z[target] -= dloss"),
+        ("`x`", "weight * rmsnorm(h)",
+         "rmsnorm_forward", "x[bt * C + c] =", "rmsnorm_forward_kernel", "v[k] = g[k] *"),
+        ("`dh`", "back through the norm",
+         "rmsnorm_backward", "dh[bt * C + c] =", "rmsnorm_backward_kernel", "out[k] += r *"),
+        ("`dweight`", "of a norm",
+         "rmsnorm_backward", "dweight[c] +=", "rmsnorm_backward_kernel", "sum[k] = fmaf("),
+        ("`x W^T`", "matrix product, weights (out, in)",
+         "matmul_forward", "matmul(out", "matmul_forward", "matmul(out"),
+        ("`dx`", "gradient of its input", "matmul_backward", "matmul(dx", "matmul_backward_input", "matmul(dx"),
+        ("`dw`", "gradient of its weights",
+         "matmul_backward", "matmul(dw", "matmul_backward_weight", "matmul(dw"),
+        ("`a' = a cos - b sin`", "rotary position encoding",
+         "rope_rotate", "x[i] =", "rope_kernel", "lo[k] = low *"),
+        ("`score_tu`", "attention's logit",
+         "attention_forward", "? scale * score[t]", "attention_forward", None),
+        ("`lse_t`", "log of the sum of exp", "attention_forward", "lse[", "attention_forward", None),
+        ("`att_t`", "attention's output", "attention_forward", "att_t[i] =", "attention_forward", None),
+        ("`a_tu`", "attention's weight, rebuilt",
+         "attention_backward", "exponential(scale * a_u[t] - lse_t[t])", "attention_backward", None),
+        ("`delta_t`", "datt . att", "attention_backward", "delta[t] = dot(", "attention_backward", None),
+        ("`da_tu`, `dscore_tu`", "gradients of weight and logit",
+         "attention_backward", "da_u[t] = scale * a_u[t]", "attention_backward", None),
+        ("`dv_u`", "gradient of a value", "attention_backward", "matmul_rows(&dv", "attention_backward", None),
+        ("`dq_t`", "gradient of a query",
+         "attention_backward", "matmul_rows(&dq_rows", "attention_backward", None),
+        ("`dk_u`", "gradient of a key", "attention_backward", "matmul_rows(&dk", "attention_backward", None),
+        ("`silu(gate) * up`", "SwiGLU",
+         "swiglu_forward", "act[i] =", "swiglu_forward_kernel", "u[k] *= g[k] /"),
+        ("`dgate`", "its backward", "swiglu_backward", "dgate[i] =", "swiglu_backward_kernel", "g[k] = dk"),
+        ("`dup`", "its backward", "swiglu_backward", "dup[i] =", "swiglu_backward_kernel", "u[k] = dk"),
+        ("`loss_t`", "cross-entropy of a token",
+         "classifier", "losses[row0 + row] =", "cross_entropy_kernel", "losses[row] ="),
+        ("`dlogits`", "softmax less one at the target",
+         "classifier", "z[target] -= dloss", "cross_entropy_kernel", "v[k] -= dloss"),
     ]),
     ("Arms", [
-        ("`tied`", "V's query is QK's", "site_at", "Arch::tied"),
-        ("`tied`, backward", "both gradients meet", "read_sources_backward", "Arch::tied"),
-        ("`average`", "(h_qk + h_v) / 2", "read_sources", "Arch::average"),
-        ("`average`, backward", "each route gets half", "read_sources_backward", "Arch::average"),
-        ("`frozen-v`", "a null query: the uniform mean", "fold_gain", "query[r] ?"),
+        ("`tied`", "V's query is QK's", "site_at", "Arch::tied", "fold_table", "Arch::tied"),
+        ("`tied`, backward", "both gradients meet",
+         "read_sources_backward", "Arch::tied", "read_sources_backward", "Arch::tied"),
+        ("`average`", "(h_qk + h_v) / 2",
+         "read_sources", "Arch::average", "route_forward_kernel", "if (average) h["),
+        ("`average`, backward", "each route gets half",
+         "read_sources_backward", "Arch::average", "route_backward_kernel", "average ? d[k] / 2"),
+        ("`frozen-v`", "a null query: the uniform mean",
+         "fold_gain", "query[r] ?", "fold_gain_kernel", "fold.query ?"),
     ]),
     ("Optimiser", [
-        ("global norm", "what clipping looks at", "grad_norm", None),
-        ("`m`", "running mean of the gradient", "adamw", "m[i] ="),
-        ("`v`", "running mean of its square", "adamw", "v[i] ="),
-        ("`p -= ...`", "the update", "adamw", "p[i] -="),
+        ("global norm", "what clipping looks at", "grad_norm", None, "grad_norm", None),
+        ("`m`", "running mean of the gradient", "adamw", "m[i] =", "adamw_kernel", "mean[k] ="),
+        ("`v`", "running mean of its square", "adamw", "v[i] =", "adamw_kernel", "square[k] ="),
+        ("`p -= ...`", "the update", "adamw", "p[i] -=", "adamw_kernel", "param[k] -="),
     ]),
 ]
 
 
 def find(path, function, piece):
-    """Line (from 1) where the function or struct is defined, or of the first line from there on that has the piece."""
+    """Line, from 1, where the function or struct is defined, or the first from there that has the piece."""
     lines = (ROOT / path).read_text().split("\n")
     start = 0
     if function:
@@ -106,18 +137,13 @@ def link(path, function, piece):
 
 
 def document():
-    with_gpu = (ROOT / GPU).exists()
     out = ["# Symbols: from the formulas to the code", "",
-           "Each symbol of [rdattnres.md](rdattnres.md), and the line that computes it. Written by `symbols.py`; a test",
-           "fails when a link no longer points at its line.", ""]
+           "Each symbol of [rdattnres.md](rdattnres.md), and the line that computes it. Written by `symbols.py`;",
+           "a test fails when a link no longer points at its line.", ""]
     for heading, rows in TABLE:
-        out += [f"## {heading}", "", "| symbol | what it is | CPU |" + (" CUDA |" if with_gpu else ""),
-                "|---|---|---|" + ("---|" if with_gpu else "")]
-        for symbol, meaning, function, piece, *gpu in rows:
-            row = f"| {symbol} | {meaning} | {link(CPU, function, piece)} |"
-            if with_gpu:
-                row += f" {link(GPU, *gpu) if gpu else link(GPU, function, None if function else 'EPS')} |"
-            out.append(row)
+        out += [f"## {heading}", "", "| symbol | what it is | CPU | CUDA |", "|---|---|---|---|"]
+        for symbol, meaning, *places in rows:
+            out.append(f"| {symbol} | {meaning} | {link(CPU, *places[:2])} | {link(GPU, *places[2:])} |")
         out.append("")
     return "\n".join(out)
 
