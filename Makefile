@@ -31,7 +31,7 @@ TEST_SCRIPTS := $(wildcard tests/test_*.py tests/test_*.sh)
 EMULATOR := $(wildcard dev/emulator/*.cpp dev/emulator/*.h dev/emulator/*.sh dev/emulator/nvtx3/*)
 # CUDA code through the emulator (dev/emulator), in its three builds; the fiber switch is written for x86-64.
 EMULATED := $(if $(filter x86_64,$(shell uname -m)),$(foreach test,$(patsubst tests/%.cu,%,$(wildcard tests/test_*.cu)), \
-              $(foreach mode,fast asan race,$(BUILD)/$(test)_$(mode))))
+              $(foreach mode,fast asan race,$(BUILD)/$(test)_$(mode))) $(BUILD)/ladders_race)
 
 # CUDA code for a GPU: the card's own architecture, or GPU_ARCH=90, or else code for 8.0 and 9.0 and PTX for later ones.
 NVCC     := $(or $(shell command -v nvcc 2>/dev/null),$(wildcard /usr/local/cuda/bin/nvcc))
@@ -40,7 +40,7 @@ GENCODE  := $(if $(GPU_ARCH),-gencode arch=compute_$(GPU_ARCH)$(COMMA)code=sm_$(
               -gencode arch=compute_80$(COMMA)code=sm_80 -gencode arch=compute_90$(COMMA)code=[sm_90$(COMMA)compute_90])
 NVFLAGS  := -std=c++17 -O3 -I. $(GENCODE) -Xcompiler -Wall,-Wextra,-Wno-unknown-pragmas -lcublasLt -ldl
 
-.PHONY: all bench train train_emulated test test_gpu ptxas doc paired help clean found need_nvcc
+.PHONY: all bench bench_gpu train train_emulated test test_gpu ptxas doc paired help clean found need_nvcc
 all: found train_rdattnres_cpu
 
 found:
@@ -65,6 +65,9 @@ $(BUILD)/test_%_fast: tests/test_%.cu $(EMULATOR) | $(BUILD)
 $(BUILD)/test_%_asan: tests/test_%.cu $(EMULATOR) | $(BUILD)
 	$(call EMULATE,asan)
 $(BUILD)/test_%_race: tests/test_%.cu $(EMULATOR) | $(BUILD)
+	$(call EMULATE,race)
+# Kernel ladders (dev/cuda): the race build checks every rung and counts the bytes it moves.
+$(BUILD)/ladders_race: dev/cuda/ladders.cu $(EMULATOR) | $(BUILD)
 	$(call EMULATE,race)
 
 $(BUILD)/train_emulated: train_rdattnres.cu $(EMULATOR) | $(BUILD)
@@ -94,6 +97,9 @@ train_rdattnres: train_rdattnres.cu Makefile | need_nvcc $(BUILD)
 $(BUILD)/test_%_gpu: tests/test_%.cu Makefile | need_nvcc $(BUILD)
 	$(NVCC) $(NVFLAGS) -MMD -MP -MF $@.d $< -o $@
 
+$(BUILD)/ladders_gpu: dev/cuda/ladders.cu Makefile | need_nvcc $(BUILD)
+	$(NVCC) $(NVFLAGS) -MMD -MP -MF $@.d $< -o $@
+
 need_nvcc:
 	$(if $(NVCC),,$(error no nvcc on this machine: install the CUDA Toolkit, or put its bin folder into PATH; the CPU \
 	  trainer (make) and the emulator (make train_emulated) need neither))
@@ -114,6 +120,11 @@ test: all data/text_to_shards $(TESTS) $(EMULATED)
 test_gpu: $(BUILD)/test_cuda_layers_gpu $(BUILD)/test_cuda_model_gpu
 	@nvidia-smi -L || { echo "no GPU: these tests need one; make test runs them through the emulator"; exit 1; }
 	@bash tests/run.sh $^
+
+# Every rung of every kernel ladder, checked and timed on a real card: a table, and a JSON line each in bench_gpu.jsonl.
+bench_gpu: $(BUILD)/ladders_gpu
+	@nvidia-smi -L || { echo "no GPU: times need one; build/ladders_race checks the rungs and counts their bytes without"; exit 1; }
+	$< $(ARGS)
 
 # Registers, spills and shared memory of every kernel, as the compiler reports them.
 ptxas: train_rdattnres.cu | need_nvcc
@@ -143,6 +154,7 @@ help:
 	@echo "make paired             the paired experiment in small: runs, report, pictures; needs python3"
 	@echo "make doc                the symbol table and the picture, made again"
 	@echo "make bench              tokens/s, share of peak, memory of a training step, every arm; ARGS='small rd,block'"
+	@echo "make bench_gpu          the kernel ladders of dev/cuda on a real card: time and bandwidth of every rung; ARGS='adamw'"
 	@echo "make clean              remove what was built (runs/ stays)"
 	@echo
 	@echo "switches: CXX=clang++   PORTABLE=1 (not only this processor)   NO_OMP=1 (one thread)"

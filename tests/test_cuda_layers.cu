@@ -1,16 +1,9 @@
 // test_cuda_layers.cu - every layer of train_rdattnres.cu, forward and backward, against the CPU functions in
 // double.
 //
-// Inputs are random and rounded to the storage type, so that all three see the same numbers:
-//   want    the CPU function in double
-//   plain   the CPU function in float, its results rounded to the storage type: what any plain code of this
-//   precision
-//           gives. Where the kernel rounds in the middle (bf16 attention), `plain` is a loop that rounds at the
-//           same points.
-//   got     the kernel
-// Errors are relative to the root mean square of what is wanted: its root mean square, and its largest. The
-// kernel may be FACTOR times as wrong as the plain code. Runs on a GPU (nvcc) or through the emulator, in
-// several thread orders.
+// `want`, `plain` and `got` are those of device.h: the CPU functions in double and in float, and the kernel. Where
+// the kernel rounds in the middle (bf16 attention), `plain` is a loop that rounds at the same points. Runs on a GPU
+// (nvcc) or through the emulator, in several thread orders.
 #define TESTING
 #define CPU_NAMESPACE cpu_double
 #define REAL double
@@ -24,9 +17,7 @@
 #include "../train_rdattnres.cu"
 
 #include "check.h"
-
-using gpu::bf16;
-constexpr double FACTOR = 4;
+#include "device.h"  // Array, compare: numbers on the device, and their errors
 
 // The CPU functions by scalar type, so that one template makes both references.
 template <class real> struct Cpu;
@@ -47,115 +38,6 @@ template <class real> struct Cpu;
   };
 CPU_FUNCTIONS(double, cpu_double)
 CPU_FUNCTIONS(float, cpu_float)
-
-// ---- numbers -------------------------------------------------------------------------------------------
-
-using Numbers = std::vector<double>;
-
-double round_bf16(double v) {
-  uint32_t bits;
-  const float f = float(v);
-  memcpy(&bits, &f, 4);
-  if (f == f) bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000u;
-  float r;
-  memcpy(&r, &bits, 4);
-  return r;
-}
-template <class X>
-double round_to(double v) {
-  return std::is_same<X, bf16>::value ? round_bf16(v) : double(float(v));
-}
-
-uint64_t random_state = 1;
-double normal_number() {
-  double sum = -6;
-  for (int i = 0; i < 12; i++) {
-    random_state = random_state * 6364136223846793005u + 1442695040888963407u;
-    sum += double(random_state >> 11) * 0x1p-53;
-  }
-  return sum;
-}
-template <class X> Numbers normals(size_t n, double mean = 0, double deviation = 1) {
-  Numbers v(n);
-  for (double& x : v) x = round_to<X>(mean + deviation * normal_number());
-  return v;
-}
-template <class X> Numbers rounded_to(Numbers v) {
-  for (double& x : v) x = round_to<X>(x);
-  return v;
-}
-template <class real> std::vector<real> as(const Numbers& v) { return std::vector<real>(v.begin(), v.end()); }
-template <class real> Numbers from(const std::vector<real>& v) { return Numbers(v.begin(), v.end()); }
-
-inline void store(float& to, double v) { to = float(v); }
-inline void store(int& to, double v) { to = int(v); }
-inline void store(bf16& to, double v) {
-  const float f = float(round_bf16(v));
-  memcpy(&to, reinterpret_cast<const char*>(&f) + 2, 2);  // a bf16 is the upper half of a float
-}
-inline double load(float v) { return v; }
-inline double load(int v) { return v; }
-inline double load(bf16 v) {
-  float f = 0;
-  memcpy(reinterpret_cast<char*>(&f) + 2, &v, 2);
-  return f;
-}
-template <class X> void put(X* to, const Numbers& v) {
-  std::vector<X> host(v.size());
-  for (size_t i = 0; i < v.size(); i++) store(host[i], v[i]);
-  gpu::upload(to, host.data(), v.size());
-}
-template <class X> Numbers take(const X* at, size_t n) {
-  std::vector<X> host(n);
-  gpu::download(host.data(), at, n);
-  Numbers v(n);
-  for (size_t i = 0; i < n; i++) v[i] = load(host[i]);
-  return v;
-}
-// A device array of its own cudaMalloc, so that the emulator sees every step over its end. Fresh memory is NaN
-// there.
-template <class X>
-struct Array {
-  X* at = nullptr;
-  size_t n;
-  explicit Array(size_t n) : n(n) { CUDA_CHECK(cudaMalloc(&at, (n ? n : 1) * sizeof(X))); }
-  explicit Array(const Numbers& v) : Array(v.size()) { put(at, v); }
-  Array(const Array&) = delete;
-  ~Array() { cudaFree(at); }
-  operator X*() const { return at; }
-  Numbers numbers() const { return take(at, n); }
-};
-using Ints = Array<int>;
-
-// ---- comparing -----------------------------------------------------------------------------------------
-
-struct Error { double rms, max; };
-double root_mean_square(const Numbers& v) {
-  double squares = 0;
-  for (double x : v) squares += x * x;
-  return std::sqrt(squares / double(v.size()));
-}
-Error error_of(const Numbers& got, const Numbers& want, double unit) {
-  double squares = 0, largest = 0;
-  for (size_t i = 0; i < want.size(); i++) {
-    const double e = std::fabs(got[i] - want[i]);
-    squares += e * e;
-    largest = e <= largest ? largest : e;  // keeps a NaN
-  }
-  return {std::sqrt(squares / double(want.size())) / unit, largest / unit};
-}
-// A few last digits are free: where the plain code happens to be exact, a different order of sums is not.
-template <class X>
-void compare(const char* what, const Numbers& got, const Numbers& plain, const Numbers& want, double unit = 0) {
-  if (!CHECK_EQ(got.size(), want.size())) return;
-  if (unit == 0) unit = root_mean_square(want);
-  const double epsilon = 0x1p-23;
-  const Error g = error_of(got, want, unit), p = error_of(rounded_to<X>(plain), want, unit);
-  printf("       %-28s error %.2e, plain %.2e   largest %.2e, plain %.2e\n", what, g.rms, p.rms, g.max, p.max);
-  CHECK(g.rms <= FACTOR * p.rms + epsilon);
-  CHECK(g.max <= FACTOR * p.max + 4 * epsilon);
-}
-template <class X> const char* type_name() { return std::is_same<X, bf16>::value ? "bf16" : "fp32"; }
 
 // ---- layers --------------------------------------------------------------------------------------------
 

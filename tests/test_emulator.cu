@@ -904,10 +904,12 @@ static void test_traffic() {
     CHECK_EQ(t.sectors_read, size_t(512));
     CHECK_EQ(t.sectors_written, size_t(512));
     CHECK_EQ(t.distinct_read, size_t(512));
+    CHECK_EQ(t.requests, size_t(64));  // 32 warps, a load and a store each
     t = emu::traffic("read_strided");  // both: 64 * 4 bytes each; 8 sectors, then one sector for each of 64
     CHECK_EQ(t.launches, size_t(2));
     CHECK_EQ(t.bytes_read, size_t(512));
     CHECK_EQ(t.sectors_read, size_t(8 + 64));
+    CHECK_EQ(t.requests, size_t(2 * 4));
     t = emu::traffic("read_broadcast");  // two loads by two warps, always the same sector
     CHECK_EQ(t.bytes_read, size_t(512));
     CHECK_EQ(t.sectors_read, size_t(2));  // the two neighbouring loads count as one
@@ -916,6 +918,8 @@ static void test_traffic() {
     CHECK_EQ(t.sectors_read, size_t(32));
     CHECK_EQ(t.sectors_written, size_t(32));
     CHECK_EQ(emu::traffic("no_such_kernel").launches, size_t(0));
+    CHECK_EQ(emu::traffic().launches, size_t(5));
+    CHECK_EQ(emu::traffic().sectors_read, size_t(512 + 8 + 64 + 2 + 32));
   });
 }
 

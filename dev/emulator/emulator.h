@@ -115,6 +115,7 @@ struct Traffic {
   size_t bytes_read = 0, bytes_written = 0;      // what threads asked for
   size_t sectors_read = 0, sectors_written = 0;  // 32-byte sectors per warp and access: what the L2 cache moves
   size_t distinct_read = 0, distinct_written = 0;  // sectors touched at all, per launch: what DRAM must move
+  size_t requests = 0;  // accesses, those of a warp's lanes by one instruction together counted as one
 };
 #if defined(EMU_RACE)
 constexpr bool COUNTS_TRAFFIC = true;
@@ -123,5 +124,6 @@ constexpr bool COUNTS_TRAFFIC = false;
 #endif
 void count_traffic(bool on);                  // on: forget earlier counts and start
 Traffic traffic(const std::string& kernel);   // summed over the launches of kernel, all its template arguments
+Traffic traffic();                            // of all kernels together
 
 }  // namespace emu

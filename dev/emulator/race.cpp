@@ -11,6 +11,7 @@
 namespace emu {
 void count_traffic(bool) {}
 Traffic traffic(const std::string&) { return {}; }
+Traffic traffic() { return {}; }
 }  // namespace emu
 #else
 #include <sys/mman.h>
@@ -212,7 +213,9 @@ void race_block_end() {
   for (const Request& r : requests)
     for (uint64_t s = r.address / 32; s <= (r.address + r.bytes - 1) / 32; s++) sectors.emplace_back(r.key, s);
   sort_unique(sectors);
+  uint64_t last_key = ~uint64_t(0);
   for (auto& [key, sector] : sectors) {
+    launch_traffic.requests += key != last_key, last_key = key;
     (key & 1 ? launch_traffic.sectors_written : launch_traffic.sectors_read)++;
     launch_sectors.push_back(2 * sector | (key & 1));
   }
@@ -223,15 +226,19 @@ void race_block_end() {
   requests.clear(), times.clear();
   std::fill_n(latest, MAX_THREADS, 0);
 }
-void race_launch_end(const std::string& kernel) {
-  if (!counting) return;
-  Traffic &t = totals[kernel.substr(0, kernel.find('<'))], &l = launch_traffic;
-  sort_unique(launch_sectors);
-  for (uint64_t s : launch_sectors) (s & 1 ? l.distinct_written : l.distinct_read)++;
-  t.launches++;
+static void add(Traffic& t, const Traffic& l) {
+  t.launches += l.launches, t.requests += l.requests;
   t.bytes_read += l.bytes_read, t.bytes_written += l.bytes_written;
   t.sectors_read += l.sectors_read, t.sectors_written += l.sectors_written;
   t.distinct_read += l.distinct_read, t.distinct_written += l.distinct_written;
+}
+void race_launch_end(const std::string& kernel) {
+  if (!counting) return;
+  Traffic& l = launch_traffic;
+  sort_unique(launch_sectors);
+  for (uint64_t s : launch_sectors) (s & 1 ? l.distinct_written : l.distinct_read)++;
+  l.launches = 1;
+  add(totals[kernel.substr(0, kernel.find('<'))], l);
   l = {}, launch_sectors.clear();
 }
 void count_traffic(bool on) {
@@ -239,6 +246,11 @@ void count_traffic(bool on) {
   counting = on;
 }
 Traffic traffic(const std::string& kernel) { return totals.count(kernel) ? totals[kernel] : Traffic{}; }
+Traffic traffic() {
+  Traffic all;
+  for (const auto& [kernel, t] : totals) add(all, t);
+  return all;
+}
 
 }  // namespace emu
 
