@@ -1,4 +1,4 @@
-"""pages.py - the project's Markdown pages, cut into what tests look at: code blocks, inline code, links, headings."""
+"""pages.py - the project's Markdown pages, cut into what tests look at: code, links, headings."""
 import pathlib
 import re
 from collections import namedtuple
@@ -6,7 +6,7 @@ from collections import namedtuple
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "data/README.md", *sorted((ROOT / "dev").glob("*/*.md"))]
 
-Block = namedtuple("Block", "language heading line text")  # line: of its first line; heading: what it stands under
+Block = namedtuple("Block", "language heading line text")  # heading: what it stands under; line: its first
 
 
 class Page:

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """What is written, held to what it is written about.
 
-The Python of dev/doc/rdattnres.md runs block by block, in order, in one process: each block is a case. Pages name
-tests, files, flags and headings that exist. The two trainers have the same sections and the same functions in the
-same order, so that two windows side by side scroll together.
+The Python of dev/doc/rdattnres.md runs block by block, in order, in one process: each block is a case. Pages
+name tests, files, flags and headings that exist. The two trainers have the same sections and the same functions
+in the same order, so that two windows side by side scroll together.
 """
 import pathlib
 import re
@@ -24,7 +24,7 @@ def sections(path):
 
 
 def definitions(path):
-    """Names of the functions and types that a trainer defines at the outermost level, kernels apart, in order."""
+    """Names of the functions and types that a trainer defines at the outermost level, in order."""
     function = r"^(?!template)\w[\w:<>*& ]*?[\w>*&] (\w+)\((?!.*;$)"
     names = re.findall(rf"{function}|^(?:struct|enum class) (\w+)", path.read_text(), re.M)
     return list(dict.fromkeys(function or kind for function, kind in names))
@@ -51,9 +51,11 @@ if __name__ == "__main__":
             for link in page.links():
                 path, _, anchor = link.partition("#")
                 target = (page.path.parent / path).resolve() if path else page.path
-                if not link.startswith("https://"):
-                    assert target.exists(), f"link to {link}"
-                    assert not anchor or target.suffix != ".md" or anchor in Page(target).anchors(), f"link to {link}"
+                if link.startswith("https://"):
+                    continue
+                assert target.exists(), f"link to {link}"
+                if anchor and target.suffix == ".md":
+                    assert anchor in Page(target).anchors(), f"link to {link}"
             for code in page.inline_code():
                 if re.fullmatch(r"[\w./-]+\.(h|cpp|cu|py|sh|md|json|svg)", code):
                     there = (ROOT / code).exists() or (page.path.parent / code).exists()

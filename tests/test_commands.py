@@ -1,0 +1,294 @@
+#!/usr/bin/env python3
+"""Every command of the README and of the pages under data/ and dev/ is run as printed, or checked.
+
+A command is a line of a ```sh block, or inline code that begins with a program. It must stand in one of two
+tables here: RUN, or CHECK for what takes long, needs a card or the network. So a new command needs a decision,
+and one that is gone leaves no row behind. Everything happens in a copy of the project in a temporary folder.
+
+What a check looks at: make targets and variables, with make -n; a trainer's flags, shards and sizes, with
+--dry-run; other programs' flags, in their --help; files of the project, by their names.
+"""
+import glob
+import gzip
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+
+from check import Skip, case, finish, skip
+from pages import PAGES, ROOT, Page
+
+# In this order. Flags behind a command cut a run short that would take a minute.
+CUT = " --steps 1 --val-tokens 160 --sample-tokens 0"
+RUN = {
+    "make data/text_to_shards": "",
+    "data/text_to_shards --out shards --val 5 mine/*.txt": "",
+    "data/text_to_shards --out shards50k --val 5 --tokenizer gpt2_tokenizer.bin mine/*.txt": "",
+    "zcat big.gz | data/text_to_shards --out shards_big -": "",
+    "data/fineweb_edu.sh 1": "",
+    "./train_rdattnres_cpu --help": "",
+    "./train_rdattnres_cpu --preset s --dry-run": "",
+    "make train ARGS='--steps 5000'": " ARGS='" + CUT + "'",
+    "./train_rdattnres_cpu --resume runs/tiny": "",
+    './train_rdattnres_cpu --init-from runs/tiny/ckpt_00001600.safetensors --steps 0 --prompt "Ann took"': "",
+    "./train_rdattnres_cpu --train 'shards/text_train_*.bin' --val 'shards/text_val_*.bin' "
+    "--out runs/mine": CUT,
+    "./train_rdattnres_cpu --init-from runs/mine/ckpt_00001600.safetensors --val 'shards/text_val_*.bin' "
+    "--steps 0": "",
+    "python3 dev/reference/rdattnres.py runs/mine/ckpt_00001600.safetensors shards/text_val_000000.bin": "",
+}
+CHECK = {
+    # README.md
+    "sudo apt-get update && sudo apt-get install -y git g++ make && make train",
+    "sudo apt-get update && sudo apt-get install -y git g++ make && make test",
+    "make", "make test", "make bench", "make test_gpu", "make train_emulated", "make train_rdattnres",
+    "make train_rdattnres GPU_ARCH=89",
+    "./train_rdattnres_cpu --train 'data/fineweb_edu/edu_fineweb_train_*.bin' "
+    "--val 'data/fineweb_edu/edu_fineweb_val_*.bin' --layers 4 --width 128 --heads 4 --ffn 384 --context 128 "
+    "--batch 16 --vocab 50257 --lr 4e-3 --steps 1200 --val-every 400",
+    "./train_rdattnres_cpu --arch rd --seed 2", "./train_rdattnres_cpu --arch block --seed 2",
+    "data/fineweb_edu.sh 20",
+    "./train_rdattnres --preset s --train 'data/fineweb_edu/edu_fineweb_train_*.bin' "
+    "--val 'data/fineweb_edu/edu_fineweb_val_*.bin'",
+    "./train_rdattnres --preset m --train 'data/fineweb_edu/edu_fineweb_train_*.bin' "
+    "--val 'data/fineweb_edu/edu_fineweb_val_*.bin'",
+    "python3 dev/mutate.py",
+    # data/README.md
+    "./train_rdattnres_cpu --train 'shards/text_train_*.bin' --val 'shards/text_val_*.bin'",
+    "./train_rdattnres_cpu --train 'shards50k/text_train_*.bin' --val 'shards50k/text_val_*.bin' "
+    "--tokenizer gpt2_tokenizer.bin",
+    "./train_rdattnres_cpu --preset s --train 'data/fineweb_edu/edu_fineweb_train_*.bin' "
+    "--val 'data/fineweb_edu/edu_fineweb_val_*.bin'",
+    "python3 data/fineweb_edu.py --out data/edu32k --tokenizer train",
+    "./train_rdattnres_cpu --preset s --vocab 32768 --tokenizer data/edu32k/fineweb_edu_tokenizer.bin "
+    "--train 'data/edu32k/fineweb_edu_train_*.bin' --val 'data/edu32k/fineweb_edu_val_*.bin'",
+    # dev/
+    "make build/matmul && build/matmul", "build/matmul 512 2880 576",
+    "make build/matmul_blas && build/matmul_blas",
+    "dev/bench/peers.py --threads 1 --clock cpu",
+    "dev/emulator/build.sh race tests/test_cuda_layers.cu build/layers -I.", "EMU_ORDER=reverse build/layers",
+    "make paired",
+    "python3 dev/paired/run.py dev/paired/studies/paper_s.json --gpus 0,1,2,3",
+    "python3 dev/paired/watch.py runs/paired/paper_s",
+    "python3 dev/paired/analyse.py dev/paired/studies/paper_s.json --results results/paper_s",
+    "python3 dev/paired/plot.py --results results/paper_s",
+}
+
+# Each has one mistake, which its check must see.
+WRONG = (
+    "make trian", "make train ARGS='--stesp 5000'", "make train FLAG='--steps 5000'",
+    "./train_rdattnres_cpu --arch blokc --seed 2", "./train_rdattnres --preset s --vla-every 10",
+    "./train_rdattnres_cpu --width 100 --heads 3", "build/matmull 512 2880 576",
+    "EMU_ODER=reverse make train_emulated",
+    "dev/emulator/build.sh fats tests/test_cuda_layers.cu build/layers -I.",
+    "dev/emulator/build.sh race tests/test_cuda_layer.cu build/layers -I.",
+    "data/fineweb.sh 20", "python3 dev/mutate.py --olny route",
+    "python3 dev/paired/run.py dev/paired/studies/paper.json --gpus 0,1,2,3",
+    "python3 dev/paired/run.py dev/paired/studies/paper_s.json --gpu 0,1,2,3",
+)
+
+TRAINERS = ("./train_rdattnres_cpu", "./train_rdattnres", "build/train_emulated")
+INTERPRETERS = ("bash", "python3")
+SYSTEM = ("sudo", "zcat")  # not ours to check
+
+
+# ---- the commands of a page ----------------------------------------------------------------------------
+
+def is_command(code):
+    first, *more = code.split()
+    return first in ("make", *INTERPRETERS, *SYSTEM) or first.startswith("./") or ("/" in first and bool(more))
+
+
+def commands(page):
+    """Every command of the page in one line, without its comment."""
+    for block in page.blocks:
+        if block.language == "sh":
+            for line in block.text.replace("\\\n", " ").split("\n"):
+                command = " ".join(re.sub(r"(^|\s)# .*", "", line).split())
+                if command:
+                    yield command
+    yield from filter(is_command, page.inline_code())
+
+
+# ---- a copy of the project, with the files that commands name ------------------------------------------
+
+def shard(path, tokens=2000):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    header = struct.pack("<3i", 20240520, 1, tokens).ljust(1024, b"\0")
+    path.write_bytes(header + b"".join(struct.pack("<H", n % 256) for n in range(tokens)))
+
+
+def tokenizer(path):
+    """257 tokens: the bytes and end-of-text."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    header = struct.pack("<4I", 20240328, 2, 257, 256).ljust(1024, b"\0")
+    path.write_bytes(header + b"".join(bytes([1, n]) for n in range(256)) + b"\x0d<|endoftext|>")
+
+
+def make_copy(copy):
+    for name in ("Makefile", "train_rdattnres_cpu.cpp", "train_rdattnres.cu", "train_rdattnres_cpu"):
+        shutil.copy2(ROOT / name, copy)  # with its time: make must find the program up to date
+    for name in ("data", "dev", "tests"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("*.bin", "__pycache__"))
+    text = "\n\n".join(f"Document {n}. " + f"Its word is {n * n}, again and again. " * 8 for n in range(100))
+    (copy / "mine").mkdir()
+    (copy / "mine/own.txt").write_text(text)
+    (copy / "big.gz").write_bytes(gzip.compress(text.encode()))
+    tokenizer(copy / "gpt2_tokenizer.bin")
+    for name in ("train_000001", "val_000000"):
+        shard(copy / f"mirror/edu_fineweb_{name}.bin")
+
+
+# ---- running and checking ------------------------------------------------------------------------------
+
+class Project:
+    def __init__(self, copy):
+        self.copy = copy
+        drop = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES")  # this test may itself run under make
+        self.environment = {name: value for name, value in os.environ.items() if name not in drop}
+        self.environment.update(OMP_WAIT_POLICY="passive", FINEWEB_EDU_URL=f"file://{copy}/mirror")
+        self.built = set()  # what checked commands would have made
+
+    def shell(self, command):
+        result = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=self.copy, env=self.environment,
+                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+        assert result.returncode == 0, f"`{command}`: exit {result.returncode}: {result.stdout.strip()[-300:]}"
+        return result.stdout
+
+    def run(self, command, cut):
+        if command.startswith("data/fineweb_edu.sh") and not shutil.which("curl"):
+            raise Skip("no curl on this machine")
+        if command.startswith("python3 dev/reference"):
+            need("torch", "safetensors", "numpy")
+        self.shell(command + cut)
+        if cut:  # the checkpoint of the whole run, as the next commands name it
+            for first in self.copy.glob("runs/*/ckpt_00000001.safetensors"):
+                first.rename(first.with_name("ckpt_00001600.safetensors"))
+
+    def check(self, command):
+        for words in split(command):
+            while re.match(r"\w+=", words[0]):  # VARIABLE=value program ...
+                self.named_in_source(words.pop(0).split("=")[0])
+            program, arguments = words[0], words[1:]
+            if program in SYSTEM:
+                continue
+            if program == "make":
+                self.check_make(arguments)
+            elif program in TRAINERS:
+                self.check_trainer(arguments)
+            else:
+                if program in INTERPRETERS:
+                    program, *arguments = arguments
+                self.check_program(program, arguments)
+
+    def check_make(self, arguments):
+        for variable in re.findall(r"^(\w+)=", "\n".join(arguments), re.M):
+            assert f"$({variable})" in (ROOT / "Makefile").read_text(), f"the Makefile knows no {variable}"
+        plan = self.shell(shlex.join(["make", "-n", "NVCC=nvcc", *arguments]))
+        for line in plan.replace("\\\n", " ").split("\n"):
+            if any(trainer + " --" in line for trainer in TRAINERS):
+                self.check(line)
+
+    def check_trainer(self, arguments):
+        """A dry run of the CPU trainer, which has the GPU trainer's flags but for those it calls GPU only."""
+        for flag, value in zip(arguments, arguments[1:]):
+            path = self.copy / value.replace("*", "000000")
+            if flag in ("--train", "--val") and not glob.glob(str(self.copy / value)):
+                shard(path)
+            if flag == "--tokenizer" and not path.exists():
+                tokenizer(path)
+        self.shell(shlex.join([TRAINERS[0], *arguments, "--dry-run"]))
+
+    def check_program(self, program, arguments):
+        for word in (program, *arguments):
+            if word.startswith(("data/", "dev/", "tests/")) and word != flag_value(arguments, "--out"):
+                assert (self.copy / word).exists(), f"there is no {word}"
+        if program.startswith("build/"):
+            if program not in self.built:
+                self.check_make([program])
+        elif program == "dev/emulator/build.sh":
+            mode, _, output, *_ = arguments
+            assert f"\n  {mode}) " in (ROOT / program).read_text(), f"{program} knows no {mode}"
+            self.built.add(output)
+        elif program.endswith(".py"):
+            usage = subprocess.run([sys.executable, program, "--help"], cwd=self.copy, capture_output=True,
+                                   text=True)
+            if "ModuleNotFoundError" in usage.stderr:
+                raise Skip(usage.stderr.strip().split("\n")[-1])
+            for flag in (word.split("=")[0] for word in arguments if word.startswith("--")):
+                assert re.search(re.escape(flag) + r"\b", usage.stdout), f"{program} has no {flag}"
+
+    def named_in_source(self, variable):
+        sources = [ROOT / "Makefile", *(ROOT / "dev/emulator").glob("*.cpp"), *(ROOT / "data").glob("*.sh")]
+        assert any(variable in source.read_text() for source in sources), f"nothing looks at {variable}"
+
+
+def split(command):
+    """The simple commands of a line of && and |, each a list of words."""
+    words = [[]]
+    for word in shlex.split(command):
+        words.append([]) if word in ("&&", "|") else words[-1].append(word)
+    return words
+
+
+def flag_value(arguments, flag):
+    return arguments[arguments.index(flag) + 1] if flag in arguments else None
+
+
+def need(*modules):
+    for module in modules:
+        try:
+            __import__(module)
+        except ImportError:
+            raise Skip(f"no {module} on this machine")
+
+
+if __name__ == "__main__":
+    found = {}  # command: the first page that has it
+    for page in map(Page, PAGES):
+        with case(f"{page.name}: every command is in RUN or in CHECK"):
+            for number, line in page.indented:
+                assert not is_command(line), f"line {number} is a command: it belongs in a ```sh block"
+            for command in commands(page):
+                assert command in RUN or command in CHECK, f"in neither: {command}"
+                found.setdefault(command, page.name)
+    with case("every command of RUN and CHECK is on a page, and in one of them only"):
+        assert not RUN.keys() & CHECK, RUN.keys() & CHECK
+        assert RUN.keys() | CHECK == found.keys(), (RUN.keys() | CHECK) - found.keys()
+    built = [ROOT / "train_rdattnres_cpu", ROOT / "data/text_to_shards"]
+    if all(program.exists() for program in built):
+        with tempfile.TemporaryDirectory() as folder:
+            make_copy(pathlib.Path(folder))
+            project = Project(pathlib.Path(folder))
+            for command, cut in RUN.items():
+                with case(f"runs{', cut short' if cut else ''}: {command}"):
+                    project.run(command, cut)
+            for command in [c for c in found if c in CHECK]:
+                with case(f"its parts exist: {command}"):
+                    project.check(command)
+            for command in WRONG:
+                with case(f"a mistake is seen: {command}"):
+                    try:
+                        project.check(command)
+                    except AssertionError as mistake:
+                        print(f"    {mistake}")
+                    else:
+                        raise AssertionError("it is not")
+            os.chdir(folder)
+            for page in map(Page, PAGES):
+                names = {"document": b"any", "path": "shards/text_val_000000.bin"}
+                if page.name == "dev/doc/rdattnres.md":
+                    continue  # test_doc.py runs it
+                for block, code in page.python():
+                    with case(f"{page.name}:{block.line}: the Python under \"{block.heading}\""):
+                        need(*set(re.findall(r"^(?:import|from) (numpy|safetensors|torch)", block.text, re.M)))
+                        exec(code, names)
+            os.chdir(ROOT)
+    else:
+        skip("running and checking the commands", "make data/text_to_shards first")
+    finish()
