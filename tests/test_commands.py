@@ -71,6 +71,7 @@ CHECK = {
     "make build/matmul && build/matmul", "build/matmul 512 2880 576",
     "make build/matmul_blas && build/matmul_blas",
     "dev/bench/peers.py --threads 1 --clock cpu",
+    "make bench_gpu", "make bench_gpu ARGS='route_forward'", "make build/ladders_race && build/ladders_race",
     "dev/emulator/build.sh race tests/test_cuda_layers.cu build/layers -I.", "EMU_ORDER=reverse build/layers",
     "make paired",
     "python3 dev/paired/run.py dev/paired/studies/paper_s.json --gpus 0,1,2,3",
