@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# fineweb_edu.sh - downloads FineWeb-Edu as GPT-2 tokens: N training shards of 100M tokens, and one for validation.
+# fineweb_edu.sh - downloads FineWeb-Edu as GPT-2 tokens: N training shards of 100M tokens, one for validation.
 #
 #   data/fineweb_edu.sh 20            2.0B training tokens, 4.2 GB, into data/fineweb_edu
 #   data/fineweb_edu.sh 20 /big/disk  into another folder
@@ -15,7 +15,10 @@ PARALLEL=${PARALLEL:-4}
 RETRIES=${RETRIES:-5}
 
 fail() { echo "error: $*" >&2; exit 1; }
-usage() { echo "usage: data/fineweb_edu.sh N [folder]   N: training shards, 0 to 999, 100M tokens each" >&2; exit 2; }
+usage() {
+  echo "usage: data/fineweb_edu.sh N [folder]   N: training shards, 0 to 999, 100M tokens each" >&2
+  exit 2
+}
 
 # The first three 32-bit numbers of a file and its size must fit together. Prints what is wrong, if anything;
 # a line that starts with "incomplete" if more bytes could mend it.
@@ -49,14 +52,15 @@ fetch() {
       [ -z "$wrong" ] && break
       [[ $wrong == incomplete* ]] || rm -f "$part"
     fi
-    message=$(curl --fail --silent --show-error --location --connect-timeout 30 --speed-time 60 --speed-limit 1000 \
-                   -C - -o "$part" "$URL/$file" 2>&1)
+    message=$(curl --fail --silent --show-error --location --connect-timeout 30 --speed-time 60 \
+                   --speed-limit 1000 -C - -o "$part" "$URL/$file" 2>&1)
     code=$?
     wrong=""
     [ $code -eq 0 ] && wrong=$(problem "$part")
     [ $code -eq 0 ] && [ -z "$wrong" ] && break
     [ $code -eq 33 ] && rm -f "$part"  # the server cannot go on from the middle
-    # 22: the server says no (404 and the like), 23: cannot write, 37: no such local file. Asking again is no help.
+    # 22: the server says no (404 and the like), 23: cannot write, 37: no such local file: asking again
+    # does not help.
     if [ $attempt -ge "$RETRIES" ] || [ $code -eq 22 ] || [ $code -eq 23 ] || [ $code -eq 37 ]; then
       echo "error: $file: ${wrong:-${message:-curl ended with status $code}}" >&2
       return 1

@@ -34,7 +34,8 @@ inline void add_block(uint32_t* state /* (8) */, const unsigned char* block /* (
     for (int byte = 0; byte < 4; byte++) w[i] = w[i] << 8 | block[4 * i + byte];
   for (int i = 16; i < 64; i++) {
     const uint32_t a = w[i - 15], b = w[i - 2];
-    const uint32_t from_a = rotate(a, 7) ^ rotate(a, 18) ^ a >> 3, from_b = rotate(b, 17) ^ rotate(b, 19) ^ b >> 10;
+    const uint32_t from_a = rotate(a, 7) ^ rotate(a, 18) ^ a >> 3;
+    const uint32_t from_b = rotate(b, 17) ^ rotate(b, 19) ^ b >> 10;
     w[i] = w[i - 16] + w[i - 7] + from_a + from_b;
   }
   uint32_t a = state[0], b = state[1], c = state[2], d = state[3];

@@ -24,7 +24,8 @@ def case(name):
         skip(name, str(reason))
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
-        print(f"FAIL {name}: {where.filename}:{where.lineno}: {type(error).__name__}: {str(error) or where.line}")
+        what = f"{type(error).__name__}: {str(error) or where.line}"
+        print(f"FAIL {name}: {where.filename}:{where.lineno}: {what}")
         counts["failed"] += 1
     else:
         print(f"ok   {name}")

@@ -29,7 +29,7 @@ RUN = {
     "make data/text_to_shards": "",
     "data/text_to_shards --out shards --val 5 mine/*.txt": "",
     "data/text_to_shards --out shards50k --val 5 --tokenizer gpt2_tokenizer.bin mine/*.txt": "",
-    "zcat big.gz | data/text_to_shards --out shards_big -": "",
+    "gunzip -c big.gz | data/text_to_shards --out shards_big -": "",
     "data/fineweb_edu.sh 1": "",
     "./train_rdattnres_cpu --help": "",
     "./train_rdattnres_cpu --preset s --dry-run": "",
@@ -95,7 +95,7 @@ WRONG = (
 
 TRAINERS = ("./train_rdattnres_cpu", "./train_rdattnres", "build/train_emulated")
 INTERPRETERS = ("bash", "python3")
-SYSTEM = ("sudo", "zcat")  # not ours to check
+SYSTEM = ("sudo", "gunzip")  # not ours to check
 
 
 # ---- the commands of a page ----------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 //
 // A checkpoint is a safetensors file. Its tensors are named model.<name>, adam_m.<name> and adam_v.<name> after
 // the table in config.h. Its metadata are strings: the model's sizes by the names of their flags, what the
-// trainer adds (step, tokens, the other settings), format_version and checksum. It is written as a stream, tensor
-// by tensor in chunks: a model may be larger than the memory left.
+// trainer adds (step, tokens, the other settings), format_version and checksum. It is written as a stream,
+// tensor by tensor in chunks: a model may be larger than the memory left.
 #pragma once
 #include "check.h"        // fatal, checked_mul
 #include "config.h"       // Config, ARCH_NAMES

@@ -10,7 +10,7 @@
 
 // ---- the arms ------------------------------------------------------------------------------------------
 enum class Arch { rd, block, tied, average, frozen_v, residual };
-constexpr const char* ARCH_NAMES[] = {"rd", "block", "tied", "average", "frozen-v", "residual"};  // by enum value
+constexpr const char* ARCH_NAMES[] = {"rd", "block", "tied", "average", "frozen-v", "residual"};  // by value
 constexpr int NUM_ARCHS = 6;
 
 // ---- the sizes -----------------------------------------------------------------------------------------
@@ -98,7 +98,8 @@ struct TensorSpec {  // one row of the table, with this config's numbers
 
 inline std::vector<TensorSpec> tensor_table(const Config& c) {
   std::vector<TensorSpec> table;
-  auto add = [&](TensorId id, const char* name, bool per_layer, size_t rows, size_t cols, Init init, bool decay, bool present) {
+  auto add = [&](TensorId id, const char* name, bool per_layer, size_t rows, size_t cols, Init init, bool decay,
+                 bool present) {
     std::vector<size_t> shape;
     if (per_layer) shape.push_back(c.L);
     if (rows) shape.push_back(rows);

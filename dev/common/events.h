@@ -17,7 +17,8 @@ inline Event config_event(const Options& o, const Config& c) {
 
 inline Event validation_event(const Progress& at, const char* split, double loss, size_t count) {
   Event event("val");
-  return event.add("step", at.step).add("tokens", at.tokens).add("split", split).add("loss", loss).add("count", count);
+  return event.add("step", at.step).add("tokens", at.tokens).add("split", split).add("loss", loss)
+      .add("count", count);
 }
 
 // Per attention layer the mean weight on each source, for QK and for V, and the divergence between the two.
@@ -25,8 +26,8 @@ inline Event routes_event(const Progress& at, const char* split, const RouteStat
   std::vector<double> js_bits = routes.js_nats;
   for (double& js : js_bits) js /= NATS_PER_BIT;
   Event event("routes");
-  return event.add("step", at.step).add("tokens", at.tokens).add("split", split).add("qk", routes.qk).add("v", routes.v)
-      .add("js_nats", routes.js_nats).add("js_bits", js_bits);
+  return event.add("step", at.step).add("tokens", at.tokens).add("split", split).add("qk", routes.qk)
+      .add("v", routes.v).add("js_nats", routes.js_nats).add("js_bits", js_bits);
 }
 
 inline Event answers_event(const Progress& at, const StoryMarks& marks) {

@@ -138,8 +138,8 @@ def link(path, function, piece):
 
 def document():
     out = ["# Symbols: from the formulas to the code", "",
-           "Each symbol of [rdattnres.md](rdattnres.md), and the line that computes it. Written by `symbols.py`;",
-           "a test fails when a link no longer points at its line.", ""]
+           "Each symbol of [rdattnres.md](rdattnres.md), and the line that computes it. Written by",
+           "`symbols.py`; a test fails when a link no longer points at its line.", ""]
     for heading, rows in TABLE:
         out += [f"## {heading}", "", "| symbol | what it is | CPU | CUDA |", "|---|---|---|---|"]
         for symbol, meaning, *places in rows:

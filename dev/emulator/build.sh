@@ -10,8 +10,9 @@ cxx=${CXX:-g++}
 common="-std=c++17 -g -Wall -Wextra -Wno-unknown-pragmas -fno-strict-aliasing"
 case $mode in
   fast) engine=""           program="-O2 -march=native -fopenmp" link="-fopenmp" ;;
-  asan) engine="-DEMU_ASAN" program="-O1 -fopenmp -fsanitize=address,undefined -fno-sanitize-recover=undefined" link=$program ;;
-  # The calls that the thread sanitizer puts into the program are answered by race.cpp: its library is not linked.
+  asan) engine="-DEMU_ASAN" link="-O1 -fopenmp -fsanitize=address,undefined -fno-sanitize-recover=undefined"
+        program=$link ;;
+  # The calls that the thread sanitizer puts into the program are answered by race.cpp, not by its library.
   race) engine="-DEMU_RACE" program="-O1 -fsanitize=thread -DEMU_RACE" link="" ;;
   *) echo "error: build '$mode', expected fast, asan or race" >&2; exit 2 ;;
 esac
@@ -22,7 +23,8 @@ mkdir -p "$cache"
   for f in host engine runtime tensor gemm race; do
     newest=$(ls -t "$here"/*.h "$here/build.sh" "$here/$f.cpp" | head -1)
     if [ ! "$cache/$f.o" -nt "$newest" ]; then
-      $cxx $common -O3 -march=native $engine -c "$here/$f.cpp" -o "$cache/$f.o.part" && mv "$cache/$f.o.part" "$cache/$f.o"
+      $cxx $common -O3 -march=native $engine -c "$here/$f.cpp" -o "$cache/$f.o.part"
+      mv "$cache/$f.o.part" "$cache/$f.o"
     fi
   done
 ) 9> "$cache/lock"

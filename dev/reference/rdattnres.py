@@ -30,7 +30,7 @@ class Config:
     T: int     # context length
     V: int     # vocabulary
 
-    METADATA = ("arch", "layers", "width", "heads", "ffn", "block-size", "context", "vocab")  # a checkpoint's names
+    METADATA = ("arch", "layers", "width", "heads", "ffn", "block-size", "context", "vocab")  # in a checkpoint
 
     @classmethod
     def from_metadata(cls, metadata):
@@ -43,7 +43,8 @@ class Config:
         """Every parameter of this arch and its shape. Weights are (out, in): y = x @ W.T."""
         L, C, padded_vocabulary = self.L, self.C, (self.V + 127) // 128 * 128
         shapes = dict(wte=(padded_vocabulary, C), attn_norm=(L, C), wqk=(L, 2 * C, C), wv=(L, C, C),
-                      wo=(L, C, C), mlp_norm=(L, C), w_gate=(L, self.F, C), w_up=(L, self.F, C), w_down=(L, C, self.F), final_norm=(C,))
+                      wo=(L, C, C), mlp_norm=(L, C), w_gate=(L, self.F, C), w_up=(L, self.F, C),
+                      w_down=(L, C, self.F), final_norm=(C,))
         if self.arch != "residual":
             shapes.update(attn_route_gain=(L, C), attn_route_qk=(L, C), mlp_route_gain=(L, C), mlp_route=(L, C),
                           out_route_gain=(C,), out_route=(C,))
@@ -89,7 +90,7 @@ class RDAttnRes(nn.Module):
                 for name, parameter in model.named_parameters():
                     value = file.get_tensor("model." + name)
                     if value.shape != parameter.shape:
-                        raise ValueError(f"{path}: {name} is {tuple(value.shape)}, not {tuple(parameter.shape)}")
+                        raise ValueError(f"{path}: {name}: {tuple(value.shape)}, not {tuple(parameter.shape)}")
                     parameter.copy_(value)
         return model
 
