@@ -102,7 +102,7 @@ SYSTEM = ("sudo", "gunzip")  # not ours to check
 
 def is_command(code):
     first, *more = code.split()
-    return first in ("make", *INTERPRETERS, *SYSTEM) or first.startswith("./") or ("/" in first and bool(more))
+    return code == "make" or bool(more) and (first in ("make", *INTERPRETERS, *SYSTEM) or "/" in first)
 
 
 def commands(page):
