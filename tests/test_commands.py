@@ -224,6 +224,20 @@ class Project:
             for flag in (word.split("=")[0] for word in arguments if word.startswith("--")):
                 assert re.search(re.escape(flag) + r"\b", usage.stdout), f"{program} has no {flag}"
 
+    def check_presets(self, page):
+        """The table of sizes: what each preset is, and its exact parameters with either vocabulary."""
+        rows = re.findall(r"^\| `(\w+)` ((?:\| \d+ ){5})\| ([\d,]+).*? \| ([\d,]*) *\|$", page.prose, re.M)
+        assert [row[0] for row in rows] == ["tiny", "s", "m"], rows
+        for preset, sizes, *counts in rows:
+            L, C, NH, F, S = re.findall(r"\d+", sizes)
+            for count, vocabulary in zip(counts, ("--vocab 32768", "--vocab 50257")):
+                if count:
+                    run = f"--preset {preset} {vocabulary if counts[1] else ''} --dry-run"
+                    text = " ".join(self.shell(f"{TRAINERS[0]} {run}").split())
+                    for words in (f"{L} layers, width {C}, {NH} heads of", f"feed-forward {F},",
+                                  f"blocks of {S},", f"parameters {count} "):
+                        assert words in text, f"{run} does not print: {words}"
+
     def named_in_source(self, variable):
         sources = [ROOT / "Makefile", *(ROOT / "dev/emulator").glob("*.cpp"), *(ROOT / "data").glob("*.sh")]
         assert any(variable in source.read_text() for source in sources), f"nothing looks at {variable}"
@@ -272,6 +286,8 @@ if __name__ == "__main__":
             for command in [c for c in found if c in CHECK]:
                 with case(f"its parts exist: {command}"):
                     project.check(command)
+            with case("README.md: the sizes and the parameter counts of the presets"):
+                project.check_presets(Page(ROOT / "README.md"))
             for command in WRONG:
                 with case(f"a mistake is seen: {command}"):
                     try:
