@@ -122,9 +122,10 @@ test_gpu: $(BUILD)/test_cuda_layers_gpu $(BUILD)/test_cuda_model_gpu
 	@bash tests/run.sh $^
 
 # Every rung of every kernel ladder, checked and timed on a real card: a table, and a JSON line each in bench_gpu.jsonl.
-bench_gpu: $(BUILD)/ladders_gpu
-	@nvidia-smi -L || { echo "no GPU: times need one; build/ladders_race checks the rungs and counts their bytes without"; exit 1; }
-	$< $(ARGS)
+bench_gpu: need_nvcc
+	@nvidia-smi -L 2>/dev/null || { echo "no GPU: times need one. Without: make $(BUILD)/ladders_race && $(BUILD)/ladders_race"; exit 1; }
+	@$(MAKE) $(BUILD)/ladders_gpu
+	$(BUILD)/ladders_gpu $(ARGS)
 
 # Registers, spills and shared memory of every kernel, as the compiler reports them.
 ptxas: train_rdattnres.cu | need_nvcc

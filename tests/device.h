@@ -1,4 +1,4 @@
-// device.h - numbers that go to the device and come back, and how wrong they may be. For tests and kernel ladders.
+// device.h - numbers that go to the device and come back, and how wrong they may be: for tests and ladders.
 //
 // Inputs are random and rounded to the storage type, so that everybody sees the same numbers:
 //   want    a loop in double

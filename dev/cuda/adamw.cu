@@ -1,12 +1,13 @@
 // adamw.cu - the ladder to the optimiser's update. Included by ladders.cu.
 //
-// Every parameter is touched once a step and computed on for an instant, so the update costs what it moves. Each
-// number has a parameter p, moments m and v and a gradient g in float32, and a copy of p in bf16 that products read.
+// Every parameter is touched once a step and computed on for an instant, so the update costs what it moves.
+// Each number has a parameter p, moments m and v and a gradient g in float32, and a copy of p in bf16 that
+// products read.
 namespace adamw_ladder {
 
 // What is computed. Each number by itself:
-//   g' = scale g;  m = b1 m + (1 - b1) g';  v = b2 v + (1 - b2) g'^2;  p -= rate mhat / (sqrt(vhat) + eps) + shrink p
-// with mhat, vhat corrected for having started at zero, shrink = rate decay.
+//   g' = scale g      m = b1 m + (1 - b1) g'      v = b2 v + (1 - b2) g'^2
+//   p -= rate (mhat / (sqrt(vhat) + eps) + decay p)       mhat, vhat: corrected for having started at zero
 struct Hyper { double scale, rate, decay; size_t step; };
 template <class real>
 void plain(std::vector<real>& p, std::vector<real>& m, std::vector<real>& v, const std::vector<real>& g,
@@ -34,10 +35,10 @@ struct Update {
 constexpr float B1 = float(gpu::ADAM_BETA1), B2 = float(gpu::ADAM_BETA2), EPSILON = float(gpu::ADAM_EPS);
 constexpr unsigned THREADS = 256;
 __device__ inline size_t index() { return blockIdx.x * size_t(THREADS) + threadIdx.x; }
-#define PER_NUMBER(u) gpu::ceil_div((u).n, THREADS), THREADS, 0, gpu::device.stream
+inline unsigned blocks_for(size_t n) { return gpu::ceil_div(n, THREADS); }
 
-// Rung 1: a kernel for every line of the formula, as a library of tensor operations would do it. Whatever one line
-// hands to the next goes through memory.
+// Rung 1: a kernel for every line of the formula, as a library of tensor operations would do it. Whatever one
+// line hands to the next goes through memory.
 __global__ void scale_kernel(float* scaled, const float* g, float scale, size_t n) {
   const size_t i = index();
   if (i < n) scaled[i] = scale * g[i];
@@ -55,16 +56,19 @@ __global__ void copy_kernel(bf16* working, const float* p, size_t n) {
   if (i < n) working[i] = __float2bfloat16(p[i]);
 }
 inline void line_by_line(const Update& u) {
-  launch(scale_kernel, PER_NUMBER(u), u.scaled, u.g, u.by.scale, u.n);
-  launch(moment_kernel, PER_NUMBER(u), u.m, u.scaled, B1, false, u.n);
-  launch(moment_kernel, PER_NUMBER(u), u.v, u.scaled, B2, true, u.n);
-  launch(step_kernel, PER_NUMBER(u), u.p, u.m, u.v, u.by, u.n);
-  launch(copy_kernel, PER_NUMBER(u), u.working, u.p, u.n);
+  const unsigned blocks = blocks_for(u.n);
+  const cudaStream_t stream = gpu::device.stream;
+  launch(scale_kernel, blocks, THREADS, 0, stream, u.scaled, u.g, u.by.scale, u.n);
+  launch(moment_kernel, blocks, THREADS, 0, stream, u.m, u.scaled, B1, false, u.n);
+  launch(moment_kernel, blocks, THREADS, 0, stream, u.v, u.scaled, B2, true, u.n);
+  launch(step_kernel, blocks, THREADS, 0, stream, u.p, u.m, u.v, u.by, u.n);
+  launch(copy_kernel, blocks, THREADS, 0, stream, u.working, u.p, u.n);
 }
 
-// Rung 2: one kernel for the update. Between the lines everything stays in registers: p, m, v, g come in once and p,
-// m, v go out once. The copy is still made by a kernel of its own, which reads p again.
-__device__ inline float update(float* p, float* m, float* v, const float* g, size_t i, const gpu::AdamStep& by) {
+// Rung 2: one kernel for the update. Between the lines everything stays in registers: p, m, v, g come in once
+// and p, m, v go out once. The copy is still made by a kernel of its own, which reads p again.
+__device__ inline float update(float* p, float* m, float* v, const float* g, size_t i,
+                               const gpu::AdamStep& by) {
   const float grad = by.scale * g[i], param = p[i];
   const float mean = B1 * m[i] + (1 - B1) * grad, square = B2 * v[i] + (1 - B2) * grad * grad;
   m[i] = mean, v[i] = square;
@@ -76,8 +80,10 @@ __global__ void fused_kernel(float* p, float* m, float* v, const float* g, gpu::
   if (i < n) update(p, m, v, g, i, by);
 }
 inline void fused(const Update& u) {
-  launch(fused_kernel, PER_NUMBER(u), u.p, u.m, u.v, u.g, u.by, u.n);
-  launch(copy_kernel, PER_NUMBER(u), u.working, u.p, u.n);
+  const unsigned blocks = blocks_for(u.n);
+  const cudaStream_t stream = gpu::device.stream;
+  launch(fused_kernel, blocks, THREADS, 0, stream, u.p, u.m, u.v, u.g, u.by, u.n);
+  launch(copy_kernel, blocks, THREADS, 0, stream, u.working, u.p, u.n);
 }
 
 // Rung 3: the copy on the way. Whoever holds the new p rounds it.
@@ -87,11 +93,13 @@ __global__ void fused_copy_kernel(float* p, bf16* working, float* m, float* v, c
   if (i < n) working[i] = __float2bfloat16(update(p, m, v, g, i, by));
 }
 inline void fused_copy(const Update& u) {
-  launch(fused_copy_kernel, PER_NUMBER(u), u.p, u.working, u.m, u.v, u.g, u.by, u.n);
+  launch(fused_copy_kernel, blocks_for(u.n), THREADS, 0, gpu::device.stream, u.p, u.working, u.m, u.v, u.g,
+         u.by, u.n);
 }
 
-// Rung 4: the trainer's. Four numbers a thread, in loads of 16 bytes: the same bytes with a quarter of the memory
-// instructions, and four times as many bytes of a warp on their way at once, which is what hides the latency of DRAM.
+// Rung 4: the trainer's. Four numbers a thread, in loads of 16 bytes: the same bytes with a quarter of the
+// memory instructions, and four times as many bytes of a warp on their way at once, which is what hides the
+// latency of DRAM.
 inline void trainers(const Update& u) {
   gpu::adamw(u.p, u.working, u.m, u.v, u.g, u.n, u.hyper.scale, u.hyper.rate, u.hyper.decay, u.hyper.step);
 }
@@ -131,9 +139,8 @@ inline void shape(size_t n, bool timed) {
 }
 
 inline void climb(bool timed) {
-  if (timed) return shape(size_t(1) << 26, true);
+  if (timed) return shape(size_t(1) << 24, true);
   shape(10004, false);
 }
-#undef PER_NUMBER
 
 }  // namespace adamw_ladder

@@ -1,15 +1,15 @@
 // cross_entropy.cu - the ladder to the softmax cross-entropy behind the head. Included by ladders.cu.
 //
-// A row of logits is long, 50257 numbers for GPT-2's vocabulary, and is asked for one number, its loss; in training
-// the gradient of the logits then takes their place. What it costs is how often the row passes by.
+// A row of logits is long, 50257 numbers for GPT-2's vocabulary, and is asked for one number, its loss; in
+// training the gradient of the logits then takes their place. What it costs is how often the row passes by.
 namespace cross_entropy_ladder {
 
 // What is computed, for every row z of V logits, of which Vp - V more are padding:
 //   loss = log(sum_v exp(z_v)) - z_target       dz_v = (exp(z_v) / sum - [v is the target]) dloss, padding 0
 // The maximum of the row is subtracted first, which changes nothing and keeps exp from overflowing.
 template <class real>
-void plain(std::vector<real>& losses, std::vector<real>& z, const std::vector<int>& targets, real dloss, size_t rows,
-           size_t V, size_t Vp) {
+void plain(std::vector<real>& losses, std::vector<real>& z, const std::vector<int>& targets, real dloss,
+           size_t rows, size_t V, size_t Vp) {
   for (size_t row = 0; row < rows; row++) {
     real *zr = &z[row * Vp], top = *std::max_element(zr, zr + V), sum = 0;
     for (size_t v = 0; v < V; v++) sum += std::exp(zr[v] - top);
@@ -28,13 +28,15 @@ struct Rows {
   size_t rows, V, Vp;
 };
 // z becomes its gradient.
-__device__ inline void differentiate(bf16& z, float top, float sum, bool is_target, bool is_padding, float dloss) {
+__device__ inline void differentiate(bf16& z, float top, float sum, bool is_target, bool is_padding,
+                                     float dloss) {
   const float p = __expf(gpu::to_float(z) - top) / sum;
   z = __float2bfloat16(is_padding ? 0.0f : (p - (is_target ? 1.0f : 0.0f)) * dloss);
 }
 
-// Rung 1: a kernel a step, a thread a row: the loops above, each row on a thread of its own. The lanes of a warp read
-// 32 different rows, so every load of 2 bytes fetches a sector of 32, and what they hold in common is nothing.
+// Rung 1: a kernel a step, a thread a row: the loops above, each row on a thread of its own. The lanes of a
+// warp read 32 different rows, so every load of 2 bytes fetches a sector of 32, and what they hold in common is
+// nothing.
 __global__ void thread_tops_kernel(float* tops, const bf16* logits, size_t rows, size_t V, size_t Vp) {
   const size_t row = blockIdx.x * size_t(blockDim.x) + threadIdx.x;
   if (row >= rows) return;
@@ -62,13 +64,15 @@ inline void thread_per_row(const Rows& a) {
   const unsigned blocks = gpu::ceil_div(a.rows, 32);
   const cudaStream_t stream = gpu::device.stream;
   launch(thread_tops_kernel, blocks, 32, 0, stream, a.tops, a.logits, a.rows, a.V, a.Vp);
-  launch(thread_sums_kernel, blocks, 32, 0, stream, a.sums, a.losses, a.tops, a.logits, a.targets, a.rows, a.V, a.Vp);
-  launch(thread_gradients_kernel, blocks, 32, 0, stream, a.logits, a.tops, a.sums, a.targets, a.dloss, a.rows, a.V,
+  launch(thread_sums_kernel, blocks, 32, 0, stream, a.sums, a.losses, a.tops, a.logits, a.targets, a.rows, a.V,
          a.Vp);
+  launch(thread_gradients_kernel, blocks, 32, 0, stream, a.logits, a.tops, a.sums, a.targets, a.dloss, a.rows,
+         a.V, a.Vp);
 }
 
-// Rung 2: a block a row. Neighbouring threads read neighbouring numbers, so a warp's load is two whole sectors; the
-// threads' maxima and sums meet in shared memory. Still a kernel a step: the row comes from DRAM three times.
+// Rung 2: a block a row. Neighbouring threads read neighbouring numbers, so a warp's load is two whole sectors;
+// the threads' maxima and sums meet in shared memory. Still a kernel a step: the row comes from DRAM three
+// times.
 constexpr unsigned THREADS = 512;
 template <class Combine>
 __device__ inline float over_block(float v, Combine combine) {  // of all threads' v; everybody gets it
@@ -97,7 +101,8 @@ __device__ inline float row_sum(const bf16* z, float top, size_t V) {
   for (size_t v = threadIdx.x; v < V; v += THREADS) sum += __expf(gpu::to_float(z[v]) - top);
   return block_sum(sum);
 }
-__device__ inline void row_gradients(bf16* z, float top, float sum, size_t target, float dloss, size_t V, size_t Vp) {
+__device__ inline void row_gradients(bf16* z, float top, float sum, size_t target, float dloss, size_t V,
+                                     size_t Vp) {
   for (size_t v = threadIdx.x; v < Vp; v += THREADS) differentiate(z[v], top, sum, v == target, v >= V, dloss);
 }
 __global__ void block_tops_kernel(float* tops, const bf16* logits, size_t V, size_t Vp) {
@@ -109,40 +114,44 @@ __global__ void block_sums_kernel(float* sums, float* losses, const float* tops,
   const bf16* z = logits + blockIdx.x * Vp;
   const float top = tops[blockIdx.x], sum = row_sum(z, top, V);
   if (threadIdx.x != 0) return;
-  sums[blockIdx.x] = sum, losses[blockIdx.x] = logf(sum) - (gpu::to_float(z[size_t(targets[blockIdx.x])]) - top);
+  sums[blockIdx.x] = sum;
+  losses[blockIdx.x] = logf(sum) - (gpu::to_float(z[size_t(targets[blockIdx.x])]) - top);
 }
 __global__ void block_gradients_kernel(bf16* logits, const float* tops, const float* sums, const int* targets,
                                        float dloss, size_t V, size_t Vp) {
-  row_gradients(logits + blockIdx.x * Vp, tops[blockIdx.x], sums[blockIdx.x], size_t(targets[blockIdx.x]), dloss, V,
-                Vp);
+  row_gradients(logits + blockIdx.x * Vp, tops[blockIdx.x], sums[blockIdx.x], size_t(targets[blockIdx.x]),
+                dloss, V, Vp);
 }
 inline void block_per_row(const Rows& a) {
   const unsigned blocks = unsigned(a.rows);
   const cudaStream_t stream = gpu::device.stream;
   launch(block_tops_kernel, blocks, THREADS, 0, stream, a.tops, a.logits, a.V, a.Vp);
-  launch(block_sums_kernel, blocks, THREADS, 0, stream, a.sums, a.losses, a.tops, a.logits, a.targets, a.V, a.Vp);
-  launch(block_gradients_kernel, blocks, THREADS, 0, stream, a.logits, a.tops, a.sums, a.targets, a.dloss, a.V, a.Vp);
+  launch(block_sums_kernel, blocks, THREADS, 0, stream, a.sums, a.losses, a.tops, a.logits, a.targets, a.V,
+         a.Vp);
+  launch(block_gradients_kernel, blocks, THREADS, 0, stream, a.logits, a.tops, a.sums, a.targets, a.dloss, a.V,
+         a.Vp);
 }
 
-// Rung 3: one kernel. The same three visits, but a row of 100 KB that a block has just read is still in the L2 cache
-// when it comes back, so DRAM delivers it once.
+// Rung 3: one kernel. The same three visits, but a block comes back to its row of 100 KB at once and finds it
+// in the L2 cache, as long as the rows of all blocks under way fit there. DRAM delivers a row once.
 __global__ void three_visits_kernel(float* losses, bf16* logits, const int* targets, float dloss, size_t V,
                                     size_t Vp) {
   bf16* z = logits + blockIdx.x * Vp;
   const size_t target = size_t(targets[blockIdx.x]);
-  const float target_logit = gpu::to_float(z[target]);  // read by all before the first barrier, overwritten at the end
+  const float target_logit = gpu::to_float(z[target]);  // before a barrier: later it is overwritten
   const float top = row_top(z, V), sum = row_sum(z, top, V);
   if (threadIdx.x == 0) losses[blockIdx.x] = logf(sum) - (target_logit - top);
   row_gradients(z, top, sum, target, dloss, V, Vp);
 }
 inline void three_visits(const Rows& a) {
-  launch(three_visits_kernel, unsigned(a.rows), THREADS, 0, gpu::device.stream, a.losses, a.logits, a.targets, a.dloss,
-         a.V, a.Vp);
+  launch(three_visits_kernel, unsigned(a.rows), THREADS, 0, gpu::device.stream, a.losses, a.logits, a.targets,
+         a.dloss, a.V, a.Vp);
 }
 
-// Rung 4: the online softmax. A thread keeps the maximum so far and the sum of exp(z - maximum so far); when the
-// maximum rises, the sum shrinks by exp(old - new). One visit instead of two finds both.
-__global__ void online_kernel(float* losses, bf16* logits, const int* targets, float dloss, size_t V, size_t Vp) {
+// Rung 4: the online softmax. A thread keeps the maximum so far and the sum of exp(z - maximum so far); when
+// the maximum rises, the sum shrinks by exp(old - new). One visit instead of two finds both.
+__global__ void online_kernel(float* losses, bf16* logits, const int* targets, float dloss, size_t V,
+                              size_t Vp) {
   bf16* z = logits + blockIdx.x * Vp;
   const size_t target = size_t(targets[blockIdx.x]);
   const float target_logit = gpu::to_float(z[target]);
@@ -158,16 +167,17 @@ __global__ void online_kernel(float* losses, bf16* logits, const int* targets, f
   row_gradients(z, all, sum, target, dloss, V, Vp);
 }
 inline void online(const Rows& a) {
-  launch(online_kernel, unsigned(a.rows), THREADS, 0, gpu::device.stream, a.losses, a.logits, a.targets, a.dloss, a.V,
-         a.Vp);
+  launch(online_kernel, unsigned(a.rows), THREADS, 0, gpu::device.stream, a.losses, a.logits, a.targets,
+         a.dloss, a.V, a.Vp);
 }
 
-// Rung 5: the trainer's, as gpu::classifier launches it. Eight logits a thread, in loads of 16 bytes: an eighth of the
-// memory instructions, and the division by the sum is made once. (It can also name the most likely token.)
+// Rung 5: the trainer's, as gpu::classifier launches it. Eight logits a thread, in loads of 16 bytes: an eighth
+// of the memory instructions, and the division by the sum is made once. (It can also name the most likely
+// token.)
 inline void trainers(const Rows& a) {
   int* no_guesses = nullptr;
-  launch(gpu::cross_entropy_kernel<bf16>, unsigned(a.rows), gpu::CROSS_ENTROPY_THREADS, 0, gpu::device.stream, a.losses,
-         no_guesses, a.logits, a.targets, a.dloss, true, a.V, a.Vp);
+  launch(gpu::cross_entropy_kernel<bf16>, unsigned(a.rows), gpu::CROSS_ENTROPY_THREADS, 0, gpu::device.stream,
+         a.losses, no_guesses, a.logits, a.targets, a.dloss, true, a.V, a.Vp);
 }
 
 inline void shape(size_t rows, size_t V, bool timed) {

@@ -1,15 +1,15 @@
 // ladder.h - what all kernel ladders need: how a rung is checked, counted, timed and printed.
 //
-// A ladder is one file: a plain loop that says what is computed, then rungs, each a kernel and its launch, each one
-// idea away from the rung before; the last rung is the function that trains. climb() takes them in order:
-//   check   the rung runs on fresh buffers; what it leaves is held against the plain loop in double (device.h). A
-//           wrong rung is neither counted nor timed, and the program ends with status 1
+// A ladder is one file: a plain loop that says what is computed, then rungs, each a kernel and its launch, each
+// one idea away from the rung before; the last rung is the function that trains. climb() takes them in order:
+//   check   the rung runs on fresh buffers; what it leaves is held against the plain loop in double (device.h).
+//           A wrong rung is neither counted nor timed, and the program ends with status 1
 //   count   in the emulator's race build: bytes that the kernels moved, against the rung's prediction
 //   time    on a GPU, at the large shape: median time, bandwidth as a share of a copy's, speed-up over rung 1
 //
-// Predicted bytes are what DRAM has to move: every launch reads its inputs and writes its outputs once. What one
-// launch reads again is the caches' affair, and counted apart: `asked` is how many times the predicted bytes the
-// warps request, in sectors of 32 bytes. `requests` are memory instructions of warps.
+// Predicted bytes are what DRAM has to move: every launch reads its inputs and writes its outputs once. What
+// one launch reads again is the caches' affair, and counted apart: `asked` is how many times the predicted
+// bytes the warps request, in sectors of 32 bytes. `requests` are memory instructions of warps.
 #pragma once
 #include <functional>
 
@@ -25,7 +25,7 @@ constexpr bool ON_GPU = true, COUNTS_TRAFFIC = false;
 constexpr bool ON_GPU = false, COUNTS_TRAFFIC = emu::COUNTS_TRAFFIC;
 #endif
 
-// BYTES(4 * n * (2 + 3)): the number and the formula that it came from, in terms that the ladder's file explains.
+// BYTES(4 * n * (2 + 3)): the number and the formula it came from, in terms that the ladder's file explains.
 struct Bytes { double value; const char* formula; };
 #define BYTES(formula) ladder::Bytes{double(formula), #formula}
 
@@ -49,8 +49,8 @@ inline Limits limits;
 
 constexpr int WARM_UPS = 3, RUNS = 25;
 
-// Median over RUNS of the time between two events around run(). Before each, a buffer larger than the L2 cache is
-// written, so that a rung does not find there what the one before left.
+// Median over RUNS of the time between two events around run(). Before each, a buffer larger than the L2 cache
+// is written, so that a rung does not find there what the one before left.
 inline double median_seconds(const std::function<void()>& run) {
   const size_t flush_bytes = 2 * size_t(gpu::device.properties.l2CacheSize) + (size_t(64) << 20);
   char* flush = gpu::device_array<char>(flush_bytes, "a ladder's cache flush");
@@ -107,8 +107,9 @@ inline void count(const Rung& rung, const std::function<void()>& reset) {
   const emu::Traffic t = emu::traffic();
   const double moved = 32 * double(t.distinct_read + t.distinct_written), predicted = rung.bytes.value,
                asked = 32 * double(t.sectors_read + t.sectors_written);
-  printf("       bytes: predicted %.0f = %s, counted %.0f, ratio %.3f; asked %.2f; %zu requests, %zu launches\n",
-         predicted, rung.bytes.formula, moved, moved / predicted, asked / predicted, t.requests, t.launches);
+  printf(
+      "       bytes: predicted %.0f = %s, counted %.0f, ratio %.3f; asked %.2f; %zu requests, %zu launches\n",
+      predicted, rung.bytes.formula, moved, moved / predicted, asked / predicted, t.requests, t.launches);
   CHECK(moved <= ALLOWED * predicted);
   CHECK(moved >= predicted / ALLOWED);  // a prediction too high would excuse anything
 }
@@ -118,18 +119,20 @@ inline FILE* json = nullptr;  // bench_gpu.jsonl, on a GPU
 
 struct Timed { const Rung* rung; double seconds; };
 inline void print_times(const Ladder& ladder, const std::vector<Timed>& times) {
-  printf("\n%s, %s\n%-58s %9s %9s %8s %9s %8s\n", ladder.name, ladder.shape.c_str(), "rung", "ms", "GB/s", "of copy",
-         "of matmul", "speed-up");
+  printf("\n%s, %s\n%-50s %9s %9s %8s %8s %9s %9s\n", ladder.name, ladder.shape.c_str(), "rung", "MB", "ms",
+         "GB/s", "of copy", "of matmul", "speed-up");
   for (size_t i = 0; i < times.size(); i++) {
     const Rung& rung = *times[i].rung;
-    const double s = times[i].seconds, bandwidth = rung.bytes.value / s, of_copy = bandwidth / limits.copy_bandwidth,
-                 of_matmul = rung.flops / s / limits.matrix_rate, speed_up = times[0].seconds / s;
-    printf("%zu %-56s %9.4f %9.1f %7.1f%% %9s %7.2fx\n", i + 1, rung.idea, s * 1e3, bandwidth / 1e9, 100 * of_copy,
+    const double s = times[i].seconds, bandwidth = rung.bytes.value / s,
+                 of_copy = bandwidth / limits.copy_bandwidth, of_matmul = rung.flops / s / limits.matrix_rate,
+                 speed_up = times[0].seconds / s;
+    printf("%zu %-48s %9.1f %9.4f %8.1f %7.1f%% %9s %8.2fx\n", i + 1, rung.idea, rung.bytes.value / 1e6,
+           s * 1e3, bandwidth / 1e9, 100 * of_copy,
            rung.flops > 0 ? format("%.1f%%", 100 * of_matmul).c_str() : "", speed_up);
     fprintf(json,
-            "{\"ladder\": \"%s\", \"shape\": \"%s\", \"rung\": %zu, \"idea\": \"%s\", \"gpu\": \"%s\", \"ms\": %.5f, "
-            "\"predicted_bytes\": %.0f, \"formula\": \"%s\", \"gb_s\": %.2f, \"share_of_copy\": %.4f, \"flops\": %.0f, "
-            "\"share_of_matmul\": %.4f, \"speed_up\": %.4f}\n",
+            "{\"ladder\": \"%s\", \"shape\": \"%s\", \"rung\": %zu, \"idea\": \"%s\", \"gpu\": \"%s\", "
+            "\"ms\": %.5f, \"predicted_bytes\": %.0f, \"formula\": \"%s\", \"gb_s\": %.2f, "
+            "\"share_of_copy\": %.4f, \"flops\": %.0f, \"share_of_matmul\": %.4f, \"speed_up\": %.4f}\n",
             ladder.name, ladder.shape.c_str(), i + 1, rung.idea, gpu::device.properties.name, s * 1e3,
             rung.bytes.value, rung.bytes.formula, bandwidth / 1e9, of_copy, rung.flops, of_matmul, speed_up);
   }

@@ -25,7 +25,8 @@ int main(int argc, char** argv) {
   for (int i = 1; i < argc; i++) {
     std::string names;
     bool known = false;
-    for (const auto& ladder : LADDERS) known |= argv[i] == std::string(ladder.name), names += std::string(" ") + ladder.name;
+    for (const auto& ladder : LADDERS)
+      known |= argv[i] == std::string(ladder.name), names += std::string(" ") + ladder.name;
     if (!known) fatal(EXIT_USAGE, "no ladder is called %s; there are:%s", argv[i], names.c_str());
   }
   const auto chosen = [&](const char* name) {
@@ -38,8 +39,8 @@ int main(int argc, char** argv) {
     ladder::json = fopen("bench_gpu.jsonl", "w");
     if (!ladder::json) fatal(EXIT_ERROR, "bench_gpu.jsonl: %s", strerror(errno));
     ladder::limits = ladder::measure_limits();
-    printf("\n%s: copy %.0f GB/s, bf16 product %.0f TFLOP/s, both measured here\n\n", gpu::device.properties.name,
-           ladder::limits.copy_bandwidth / 1e9, ladder::limits.matrix_rate / 1e12);
+    printf("\n%s: copy %.0f GB/s, bf16 product %.0f TFLOP/s, both measured here\n\n",
+           gpu::device.properties.name, ladder::limits.copy_bandwidth / 1e9, ladder::limits.matrix_rate / 1e12);
     for (const auto& ladder : LADDERS) if (chosen(ladder.name)) ladder.climb(true);
     if (fclose(ladder::json) != 0) fatal(EXIT_ERROR, "bench_gpu.jsonl: %s", strerror(errno));
   }

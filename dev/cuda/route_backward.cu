@@ -2,16 +2,17 @@
 // ladders.cu; route_forward.cu comes first.
 //
 // A route's gradient reaches every source that it read. Done when a site's turn comes, that is one read of the
-// source, one read and one write of its gradient, for every route that ever read it: by far the dearest part of the
-// depth memory. But only the running partial's gradient is wanted at once, by the sublayer before. What is owed to
-// the finished sources can wait until the whole block is done, and is then paid in one visit for all its routes.
+// source, one read and one write of its gradient, for every route that ever read it: by far the dearest part of
+// the depth memory. But only the running partial's gradient is wanted at once, by the sublayer before. What is
+// owed to the finished sources can wait until the whole block is done, and is then paid in one visit for all
+// its routes.
 namespace route_backward_ladder {
 
 using route_forward_ladder::block_sums;  // sums over the channels of a token, a thread a channel
 using route_forward_ladder::threads_for;
 
-// The sites of the block, in the order of a backward: sublayers first + S - 1 .. first, F finished sources each and,
-// but for the first, the running partial; an attention site (even) has two routes, the other kind one.
+// The sites of the block, in the order of a backward: sublayers first + S - 1 .. first, F finished sources each
+// and, but for the first, the running partial; an attention site (even) has two routes, the other kind one.
 struct Site { size_t i, R, route, K; };  // route: number of its first route, counting from 0 in this order
 inline std::vector<Site> sites_of_block(size_t F, size_t S) {
   std::vector<Site> sites;
@@ -29,15 +30,15 @@ inline std::vector<Site> sites_of_block(size_t F, size_t S) {
 //   dh = (norm * dx - hhat mean(norm * dx * hhat)) / rms(h)         delta = dh . h
 //   z_j = r_j (w . s_j)   dz_j = p_j (dh . s_j - delta)
 //   ds_j += p_j dh + dz_j r_j (w - s_j r_j z_j / C)                 dw += sum over tokens and j of dz_j r_j s_j
-// p and r_j = 1 / rms(s_j) were kept by the forward; mixes and x were not. With `rounds`, dh and the gradients of
-// sources are rounded to bf16 whenever they are stored, here: after every route.
+// p and r_j = 1 / rms(s_j) were kept by the forward; mixes and x were not. With `rounds`, dh and the gradients
+// of sources are rounded to bf16 whenever they are stored, here: after every route.
 struct Given { Numbers stream, rstd, p, w, norm, dx, dbank, dpartial; };
 struct Result { Numbers x, dbank, dpartial, dnorm, dw; };
 template <class real>
 Result plain(const Given& in, size_t F, size_t S, size_t BT, size_t C, bool rounds) {
   const auto stored = [rounds](real v) { return rounds ? real(round_bf16(double(v))) : v; };
-  const std::vector<real> stream = as<real>(in.stream), rstd = as<real>(in.rstd), p = as<real>(in.p), w = as<real>(in.w),
-                          norm = as<real>(in.norm), dx = as<real>(in.dx);
+  const std::vector<real> stream = as<real>(in.stream), rstd = as<real>(in.rstd), p = as<real>(in.p),
+                          w = as<real>(in.w), norm = as<real>(in.norm), dx = as<real>(in.dx);
   const std::vector<Site> sites = sites_of_block(F, S);
   std::vector<real> dbank = as<real>(in.dbank), dpartial = as<real>(in.dpartial), x(dx.size()), dnorm(S * C),
                     dw(w.size()), h(C), dh(C);
@@ -92,34 +93,36 @@ struct Block {
   size_t F, S, BT, C;
 };
 
-// Sums over tokens, dnorm and dw, are made in two fixed stages by every rung: token_blocks() blocks walk over the
-// tokens, a thread keeps its channel's sum in a register, and gpu::add_rows adds the blocks' rows in order.
+// Sums over tokens, dnorm and dw, are made in two fixed stages by every rung: token_blocks() blocks walk over
+// the tokens, a thread keeps its channel's sum in a register, and gpu::add_rows adds the blocks' rows in order.
 inline unsigned walkers(const Block& b) { return unsigned(std::min(b.BT, gpu::token_blocks())); }
 using gpu::Sources;
 __device__ inline float source_at(const Sources<bf16>& sources, size_t j, size_t bt, size_t BT, size_t C) {
   return gpu::to_float(sources.stream[(sources.slot(j) * BT + bt) * C + threadIdx.x]);
 }
 
-// Adds to the gradient of source j what ROUTES routes owe it, and to dw what it owes them; one channel a thread.
+// Adds to the gradient of source j what ROUTES routes owe it, and to dw what it owes them; one channel a
+// thread.
 template <int ROUTES>
 __device__ inline void source_backward(bf16* ds, float (&dw)[ROUTES], const float (&dh)[ROUTES],
                                        const float (&delta)[ROUTES], const float (&w)[ROUTES],
-                                       const Sources<bf16>& sources, const float* p, size_t j, size_t bt, bool live,
-                                       size_t BT, size_t C, size_t ldp) {
+                                       const Sources<bf16>& sources, const float* p, size_t j, size_t bt,
+                                       bool live, size_t BT, size_t C, size_t ldp) {
   const float s = live ? source_at(sources, j, bt, BT, C) : 0.0f, rj = sources.rstd[sources.slot(j) * BT + bt];
   float sums[2 * ROUTES], sum = live ? gpu::to_float(ds[bt * C + threadIdx.x]) : 0.0f;
   for (int r = 0; r < ROUTES; r++) sums[2 * r] = dh[r] * s, sums[2 * r + 1] = w[r] * s;
   block_sums(sums);
   for (int r = 0; r < ROUTES; r++) {
-    const float pj = p[(r * BT + bt) * ldp + j], dzr = pj * (sums[2 * r] - delta[r]) * rj, z = rj * sums[2 * r + 1];
+    const float pj = p[(r * BT + bt) * ldp + j], dzr = pj * (sums[2 * r] - delta[r]) * rj,
+                z = rj * sums[2 * r + 1];
     sum += pj * dh[r] + dzr * (w[r] - s * rj * z / float(C));
     dw[r] += dzr * s;
   }
   if (live) ds[bt * C + threadIdx.x] = __float2bfloat16(sum);
 }
 
-// Rung 1: a kernel a step, route by route. The mix is made again and goes through memory, and so does dh; then every
-// source and its gradient are visited.
+// Rung 1: a kernel a step, route by route. The mix is made again and goes through memory, and so does dh; then
+// every source and its gradient are visited.
 __global__ void mix_kernel(float* mix, Sources<bf16> sources, const float* p, size_t BT, size_t C, size_t ldp) {
   const size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x;
   if (i >= BT * C) return;
@@ -128,8 +131,8 @@ __global__ void mix_kernel(float* mix, Sources<bf16> sources, const float* p, si
     h += p[i / C * ldp + j] * gpu::to_float(sources.stream[sources.slot(j) * BT * C + i]);
   mix[i] = h;
 }
-__global__ void norm_backward_kernel(bf16* dh, bf16* x, float* delta, float* rows, const float* mix, const float* norm,
-                                     size_t BT, size_t C) {
+__global__ void norm_backward_kernel(bf16* dh, bf16* x, float* delta, float* rows, const float* mix,
+                                     const float* norm, size_t BT, size_t C) {
   const size_t c = threadIdx.x;
   const bool live = c < C;
   const float g = live ? norm[c] : 0.0f;
@@ -148,9 +151,9 @@ __global__ void norm_backward_kernel(bf16* dh, bf16* x, float* delta, float* row
   }
   if (live) rows[blockIdx.x * C + c] = dnorm;
 }
-__global__ void sources_backward_kernel(bf16* dbank, bf16* dpartial, float* rows, const bf16* dh, const float* delta,
-                                        Sources<bf16> sources, const float* p, const float* w, size_t F, size_t BT,
-                                        size_t C, size_t ldp) {
+__global__ void sources_backward_kernel(bf16* dbank, bf16* dpartial, float* rows, const bf16* dh,
+                                        const float* delta, Sources<bf16> sources, const float* p,
+                                        const float* w, size_t F, size_t BT, size_t C, size_t ldp) {
   const size_t c = threadIdx.x;
   const bool live = c < C;
   const float wc[1] = {live ? w[c] : 0.0f};
@@ -158,7 +161,8 @@ __global__ void sources_backward_kernel(bf16* dbank, bf16* dpartial, float* rows
   for (size_t bt = blockIdx.x; bt < BT; bt += gridDim.x) {
     const float d[1] = {live ? gpu::to_float(dh[bt * C + c]) : 0.0f}, dot[1] = {delta[bt]};
     for (size_t j = 0; j < sources.K(); j++)
-      source_backward<1>(j < F ? dbank + j * BT * C : dpartial, dw, d, dot, wc, sources, p, j, bt, live, BT, C, ldp);
+      source_backward<1>(j < F ? dbank + j * BT * C : dpartial, dw, d, dot, wc, sources, p, j, bt, live, BT, C,
+                         ldp);
   }
   if (live) rows[blockIdx.x * C + c] = dw[0];
 }
@@ -172,22 +176,24 @@ inline void step_by_step(const Block& b) {
       const float* p = b.p + r * BT * ldp;
       bf16* dh = b.dh + r * BT * C;
       launch(mix_kernel, gpu::ceil_div(BT * C, 256), 256, 0, stream, b.mix, sources, p, BT, C, ldp);
-      launch(norm_backward_kernel, walkers(b), threads_for(C), 0, stream, dh, b.x + r * BT * C, b.delta, b.rows, b.mix,
-             b.norm + n * C, BT, C);
+      launch(norm_backward_kernel, walkers(b), threads_for(C), 0, stream, dh, b.x + r * BT * C, b.delta, b.rows,
+             b.mix, b.norm + n * C, BT, C);
       gpu::add_rows(b.dnorm, b.rows, gpu::RouteList{1, {int(n)}}, walkers(b), 1, 0, C);
-      launch(sources_backward_kernel, walkers(b), threads_for(C), 0, stream, b.dbank, b.dpartial, b.rows, dh, b.delta,
-             sources, p, b.w + r * C, b.F, BT, C, ldp);
+      launch(sources_backward_kernel, walkers(b), threads_for(C), 0, stream, b.dbank, b.dpartial, b.rows, dh,
+             b.delta, sources, p, b.w + r * C, b.F, BT, C, ldp);
       gpu::add_rows(b.dw, b.rows, gpu::RouteList{1, {int(r)}}, walkers(b), 1, 0, C);
     }
 }
 
-// Rung 2: one kernel a route. A block has a token's mix and dh in registers, so neither sees memory; on their second
-// visit the sources are found in the cache. What is left is sources once and their gradients twice: 3 K + 2 times C.
-// Rung 3: both routes of a site in one kernel, ROUTES = 2. Sources and gradients pass once for both, as in the forward.
+// Rung 2: one kernel a route. A block has a token's mix and dh in registers, so neither sees memory; on their
+// second visit the sources are found in the cache. What is left: sources in, their gradients in and out, dx in
+// and x out.
+// Rung 3: both routes of a site in one kernel, ROUTES = 2. Sources and gradients pass once for both, as in the
+// forward.
 template <int ROUTES>
 __global__ void site_backward_kernel(bf16* dbank, bf16* dpartial, bf16* x, float* rows, const bf16* dx,
-                                     Sources<bf16> sources, const float* p, const float* w, const float* norm, size_t F,
-                                     size_t BT, size_t C, size_t ldp) {
+                                     Sources<bf16> sources, const float* p, const float* w, const float* norm,
+                                     size_t F, size_t BT, size_t C, size_t ldp) {
   const size_t c = threadIdx.x;
   const bool live = c < C;
   const float g = live ? norm[c] : 0.0f;
@@ -213,20 +219,20 @@ __global__ void site_backward_kernel(bf16* dbank, bf16* dpartial, bf16* x, float
       delta[r] = dot[0];
     }
     for (size_t j = 0; j < sources.K(); j++)
-      source_backward<ROUTES>(j < F ? dbank + j * BT * C : dpartial, dw, dh, delta, wc, sources, p, j, bt, live, BT, C,
-                              ldp);
+      source_backward<ROUTES>(j < F ? dbank + j * BT * C : dpartial, dw, dh, delta, wc, sources, p, j, bt, live,
+                              BT, C, ldp);
   }
   if (!live) return;
   rows[blockIdx.x * (1 + ROUTES) * C + c] = dnorm;
   for (int r = 0; r < ROUTES; r++) rows[(blockIdx.x * (1 + ROUTES) + 1 + r) * C + c] = dw[r];
 }
 template <int ROUTES>
-void routes_at_once(const Block& b, const Site& site, size_t n, size_t r) {  // site n's routes r .. r + ROUTES - 1
+void routes_at_once(const Block& b, const Site& site, size_t n, size_t r) {  // of site n: r, and the next
   const size_t BT = b.BT, C = b.C, ldp = b.F + 1;
   const Sources<bf16> sources = {b.stream, b.rstd, b.S, site.i};
   launch(site_backward_kernel<ROUTES>, walkers(b), threads_for(C), 0, gpu::device.stream, b.dbank, b.dpartial,
-         b.x + r * BT * C, b.rows, b.dh + r * BT * C, sources, b.p + r * BT * ldp, b.w + r * C, b.norm + n * C, b.F, BT,
-         C, ldp);
+         b.x + r * BT * C, b.rows, b.dh + r * BT * C, sources, b.p + r * BT * ldp, b.w + r * C, b.norm + n * C,
+         b.F, BT, C, ldp);
   gpu::add_rows(b.dnorm, b.rows, gpu::RouteList{1, {int(n)}}, walkers(b), 1 + ROUTES, 0, C);
   gpu::add_rows(b.dw, b.rows, gpu::RouteList{ROUTES, {int(r), int(r) + 1}}, walkers(b), 1 + ROUTES, 1, C);
 }
@@ -242,12 +248,13 @@ inline void site_by_site(const Block& b) {
     else routes_at_once<1>(b, sites[n], n, sites[n].route);
 }
 
-// Rung 4: the trainer's: deferred to once per block. At its turn a site reads its sources for the mix and pays the
-// running partial only; dh and delta = dh . h are kept. When all S sublayers are done, route_backward_bank visits
-// every finished source once, reads once the dh of all the block's routes, and updates every gradient once. It reads a
-// finished source twice more often than one might hope, once a site for the mix and once here, and still a block's
-// 3 F gradient visits a site have become 3 F a block. From three finished sources on that is less; with one or two it
-// is more, by little. Both kernels load 8 to 16 bytes at a time.
+// Rung 4: the trainer's, deferred to once a block. In its turn a site makes its mixes again, one read of its
+// sources, and pays only the running partial; dh and delta = dh . h are kept. When the block's S sublayers are
+// done, route_backward_bank visits every finished source once: it has the dh of all waiting routes at hand and
+// adds to each gradient once what they all owe it. In numbers of C a token: before, 3 K + 2 R a site; now
+// K + 3 R + 2 a site (the first has no partial: K + 3 R) and 3 F + routes a block. With S = 4 that is 12 F + 21
+// against 7 F + 33: less from three finished sources on, and 117 against 89 at eight. Both kernels load 8 to 16
+// bytes at a time.
 inline void trainers(const Block& b) {
   const size_t BT = b.BT, C = b.C, ldp = b.F + 1;
   const std::vector<Site> sites = sites_of_block(b.F, b.S);
@@ -259,14 +266,16 @@ inline void trainers(const Block& b) {
       routes.number[routes.count++] = int(r), waiting.push_back(int(r));
     gpu::route_backward<bf16>(b.dh + site.route * BT * C, b.x + site.route * BT * C, b.delta + site.route * BT,
                               site.K > b.F ? b.dpartial : nullptr, b.dnorm + n * C, b.dw,
-                              {b.stream, b.rstd, b.S, site.i}, b.p + site.route * BT * ldp, b.w + site.route * C,
-                              b.norm + n * C, routes, false, false, b.rows, BT, C, ldp);
+                              {b.stream, b.rstd, b.S, site.i}, b.p + site.route * BT * ldp,
+                              b.w + site.route * C, b.norm + n * C, routes, false, false, b.rows, BT, C, ldp);
   }
-  gpu::route_backward_bank<bf16>(b.dbank, b.dw, b.dh, b.delta, {b.stream, b.rstd, b.S, (b.F - 1) * b.S}, b.p, b.w,
-                                 waiting, false, b.rows, BT, C, ldp);
+  gpu::route_backward_bank<bf16>(b.dbank, b.dw, b.dh, b.delta, {b.stream, b.rstd, b.S, (b.F - 1) * b.S}, b.p,
+                                 b.w, waiting, false, b.rows, BT, C, ldp);
 }
 
-inline void shape(size_t BT, size_t C, size_t F, size_t S, bool timed) {
+// Small sources, `size` not far above sqrt(eps), are where delta counts: x does not change with the scale of h
+// but for eps, so else delta = dh . h is almost zero.
+inline void shape(size_t BT, size_t C, size_t F, size_t S, double size, bool timed) {
   const std::vector<Site> sites = sites_of_block(F, S);
   const size_t routes = sites.back().route + sites.back().R, slots = F * S, ldp = F + 1;
   Given in = {Numbers(slots * BT * C, NAN), Numbers(slots * BT, NAN), Numbers(routes * BT * ldp, NAN),
@@ -274,7 +283,7 @@ inline void shape(size_t BT, size_t C, size_t F, size_t S, bool timed) {
               normals<bf16>(routes * BT * C), normals<bf16>(F * BT * C), normals<bf16>(BT * C)};
   for (size_t slot = 0; slot < slots; slot++) {
     if (slot % S != 0 && slot < (F - 1) * S) continue;  // inside an earlier block: no site of this one reads it
-    const Numbers source = normals<bf16>(BT * C, 0.1, 1);
+    const Numbers source = normals<bf16>(BT * C, 0.1 * size, size);
     std::copy(source.begin(), source.end(), in.stream.begin() + long(slot * BT * C));
     for (size_t bt = 0; bt < BT; bt++) {
       double squares = 0;
@@ -294,14 +303,14 @@ inline void shape(size_t BT, size_t C, size_t F, size_t S, bool timed) {
   Array<float> dnorm(S * C), dw(routes * C), rstd(in.rstd), p(in.p), w(in.w), norm(in.norm), mix(BT * C),
       delta(routes * BT), rows(gpu::token_blocks() * gpu::MAX_ROUTE_LIST * C);
   const Block b = {dh, x, dbank, dpartial, dnorm, dw, stream, rstd, p, w, norm, mix, delta, rows, F, S, BT, C};
-  // Bytes: BTC numbers are a source, a gradient, dx, dh or x, in bf16. sum_K: of K over sites; route_K: over routes.
-  // vector: what a sum over tokens costs, rows out and in, result in and out, and its parameter in.
+  // Bytes: BTC numbers are a source, a gradient, dx, dh or x, in bf16. sum_K: of K over sites; route_K: over
+  // routes. vector: what a sum over tokens costs, rows out and in, result in and out, and its parameter in.
   size_t sum_K = 0, route_K = 0, partial_routes = 0;
   for (const Site& site : sites)
     sum_K += site.K, route_K += site.R * site.K, partial_routes += site.K > F ? site.R : 0;
   const size_t BTC = BT * C, partials = S - 1, vector = 4 * C * (2 * walkers(b) + 3);
   ladder::climb(
-      {"route_backward", format("BT %zu, C %zu, %zu finished sources, S %zu", BT, C, F, S),
+      {"route_backward", format("BT %zu, C %zu, %zu finished sources of size %g, S %zu", BT, C, F, size, S),
        [&] {
          put(b.dh, in.dx), put(b.dbank, in.dbank), put(b.dpartial, in.dpartial);
          x.forget(), mix.forget(), delta.forget(), rows.forget();
@@ -317,21 +326,23 @@ inline void shape(size_t BT, size_t C, size_t F, size_t S, bool timed) {
        {{"a kernel a step, mix and dh in memory",
          BYTES(BTC * (8 * route_K + 16 * routes) + 4 * BT * (3 * route_K + 2 * routes) + 2 * routes * vector),
          [&] { step_by_step(b); }},
-        {"a kernel a route", BYTES(BTC * (6 * route_K + 4 * routes) + 4 * BT * 2 * route_K + 2 * routes * vector),
+        {"a kernel a route",
+         BYTES(BTC * (6 * route_K + 4 * routes) + 4 * BT * 2 * route_K + 2 * routes * vector),
          [&] { route_by_route(b); }},
         {"both routes of a site at once",
          BYTES(BTC * (6 * sum_K + 4 * routes) + 4 * BT * (sum_K + route_K) + (S + routes) * vector),
          [&] { site_by_site(b); }},
         {"the trainer's: finished sources once a block",
          BYTES(BTC * (2 * sum_K + 6 * routes + 4 * partials + 6 * F + 2 * routes) +
-               4 * BT * (route_K + partials + 2 * routes + F + F * routes) + (S + partial_routes + routes) * vector),
+               4 * BT * (route_K + partials + 2 * routes + F + F * routes) +
+               (S + partial_routes + routes) * vector),
          [&] { trainers(b); }}}},
       timed);
 }
 
 inline void climb(bool timed) {
-  if (timed) return shape(8192, 576, 8, 4, true);
-  shape(37, 48, 2, 2, false), shape(37, 48, 3, 4, false), shape(33, 264, 5, 4, false);
+  if (timed) return shape(8192, 576, 8, 4, 1, true);
+  shape(37, 48, 2, 2, 1, false), shape(37, 48, 3, 4, 1e-3, false), shape(33, 264, 5, 4, 1, false);
 }
 
 }  // namespace route_backward_ladder

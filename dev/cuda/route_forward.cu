@@ -1,8 +1,9 @@
-// route_forward.cu - the ladder to the depth route: two softmax reads over the sources, and the norm that follows.
-// Included by ladders.cu.
+// route_forward.cu - the ladder to the depth route: two softmax reads over the sources, and the norm that
+// follows. Included by ladders.cu.
 //
-// Per token and source a route multiplies and adds C numbers twice: next to nothing for what it reads. So the route
-// costs what it moves, and the paper's second route looks like twice the cost. Unless both read the sources at once.
+// Per token and source a route multiplies and adds C numbers twice: next to nothing for what it reads. So the
+// route costs what it moves, and the paper's second route looks like twice the cost. Unless both read the
+// sources at once.
 namespace route_forward_ladder {
 
 // What is computed, per token, for R routes w (R,C) over K sources s (K,BT,C); w is query * gain:
@@ -52,8 +53,9 @@ struct Read {
   size_t BT, C, K;
 };
 
-// Rung 1: a kernel a step, route by route; a thread for every number that a step makes. All sources are read twice a
-// route, for the logits and for the mix, and the mix goes through memory, in float32, because a mix is never rounded.
+// Rung 1: a kernel a step, route by route; a thread for every number that a step makes. All sources are read
+// twice a route, for the logits and for the mix, and the mix goes through memory, in float32, because a mix is
+// never rounded.
 __global__ void rstd_kernel(float* rstd, const bf16* s, size_t BT, size_t C) {
   const size_t bt = blockIdx.x * size_t(blockDim.x) + threadIdx.x;
   if (bt >= BT) return;
@@ -98,7 +100,8 @@ __global__ void norm_kernel(bf16* x, const float* mix, const float* norm, size_t
 inline void step_by_step(const Read& a) {
   const size_t BT = a.BT, C = a.C, K = a.K;
   const cudaStream_t stream = gpu::device.stream;
-  launch(rstd_kernel, gpu::ceil_div(BT, 128), 128, 0, stream, a.rstd + (K - 1) * BT, a.s + (K - 1) * BT * C, BT, C);
+  launch(rstd_kernel, gpu::ceil_div(BT, 128), 128, 0, stream, a.rstd + (K - 1) * BT, a.s + (K - 1) * BT * C, BT,
+         C);
   for (size_t r = 0; r < R; r++) {
     float* p = a.p + r * BT * K;
     launch(logits_kernel, gpu::ceil_div(BT * K, 128), 128, 0, stream, p, a.s, a.rstd, a.w + r * C, BT, C, K);
@@ -108,8 +111,8 @@ inline void step_by_step(const Read& a) {
   }
 }
 
-// From here on a block reads one token, and thread c owns channel c: neighbours read neighbours, the mix stays in one
-// register a thread, and only what is summed over channels crosses the block. C is at most 1024.
+// From here on a block reads one token, and thread c owns channel c: neighbours read neighbours, the mix stays
+// in one register a thread, and only what is summed over channels crosses the block. C is at most 1024.
 template <int N>
 __device__ inline void block_sums(float (&v)[N]) {  // of each v over all threads; everybody gets them
   __shared__ float parts[N][32];
@@ -136,10 +139,11 @@ inline unsigned threads_for(size_t C) {
   return unsigned((C + 31) / 32 * 32);
 }
 
-// Rung 2: one kernel a route. Logits, softmax, mix and norm of a token by one block. The sources still pass twice, but
-// the second time the block finds in the caches what it has just read, and the mix never sees memory.
-__global__ void two_visits_kernel(bf16* x, float* p, const bf16* s, float* rstd, const float* w, const float* norm,
-                                  size_t BT, size_t C, size_t K, bool newest_known) {
+// Rung 2: one kernel a route. Logits, softmax, mix and norm of a token by one block. The sources still pass
+// twice, but the second time the block finds in the caches what it has just read, and the mix never sees
+// memory.
+__global__ void two_visits_kernel(bf16* x, float* p, const bf16* s, float* rstd, const float* w,
+                                  const float* norm, size_t BT, size_t C, size_t K, bool newest_known) {
   const size_t bt = blockIdx.x, c = threadIdx.x;
   const bool live = c < C;
   float* weights = dynamic_shared<float>();  // (K)
@@ -167,13 +171,15 @@ __global__ void two_visits_kernel(bf16* x, float* p, const bf16* s, float* rstd,
 inline void two_visits(const Read& a) {
   for (size_t r = 0; r < R; r++)
     launch(two_visits_kernel, unsigned(a.BT), threads_for(a.C), a.K * sizeof(float), gpu::device.stream,
-           a.x + r * a.BT * a.C, a.p + r * a.BT * a.K, a.s, a.rstd, a.w + r * a.C, a.norm, a.BT, a.C, a.K, r > 0);
+           a.x + r * a.BT * a.C, a.p + r * a.BT * a.K, a.s, a.rstd, a.w + r * a.C, a.norm, a.BT, a.C, a.K,
+           r > 0);
 }
 
-// Rung 3: the online softmax. As soon as z_j is known, s_j joins the mix with weight exp(z_j - top), top being the
-// largest logit so far; when top rises, what has been gathered shrinks. A source is read once and can be forgotten.
-// Rung 4: both routes in one read. The same kernel with R = 2: a source that is at hand serves both queries, and the
-// second route costs two dot products and a result, but no reading.
+// Rung 3: the online softmax. As soon as z_j is known, s_j joins the mix with weight exp(z_j - top), top being
+// the largest logit so far; when top rises, what has been gathered shrinks. A source is read once and can be
+// forgotten.
+// Rung 4: both routes in one read. The same kernel with R = 2: a source that is at hand serves both queries,
+// and the second route costs two dot products and a result, but no reading.
 template <int ROUTES>
 __global__ void online_kernel(bf16* x, float* p, const bf16* s, float* rstd, const float* w, const float* norm,
                               size_t BT, size_t C, size_t K, bool newest_known) {
@@ -199,30 +205,33 @@ __global__ void online_kernel(bf16* x, float* p, const bf16* s, float* rstd, con
   }
   __syncthreads();
   for (int r = 0; r < ROUTES; r++) {
-    for (size_t j = c; j < K; j += blockDim.x) p[(r * BT + bt) * K + j] = expf(logits[r * K + j] - top[r]) / sum[r];
+    for (size_t j = c; j < K; j += blockDim.x)
+      p[(r * BT + bt) * K + j] = expf(logits[r * K + j] - top[r]) / sum[r];
     normalise(x + (r * BT + bt) * C, h[r] / sum[r], norm, C);
   }
 }
 inline void online(const Read& a) {
   for (size_t r = 0; r < R; r++)
     launch(online_kernel<1>, unsigned(a.BT), threads_for(a.C), a.K * sizeof(float), gpu::device.stream,
-           a.x + r * a.BT * a.C, a.p + r * a.BT * a.K, a.s, a.rstd, a.w + r * a.C, a.norm, a.BT, a.C, a.K, r > 0);
+           a.x + r * a.BT * a.C, a.p + r * a.BT * a.K, a.s, a.rstd, a.w + r * a.C, a.norm, a.BT, a.C, a.K,
+           r > 0);
 }
 inline void both_routes(const Read& a) {
-  launch(online_kernel<2>, unsigned(a.BT), threads_for(a.C), 2 * a.K * sizeof(float), gpu::device.stream, a.x, a.p,
-         a.s, a.rstd, a.w, a.norm, a.BT, a.C, a.K, false);
+  launch(online_kernel<2>, unsigned(a.BT), threads_for(a.C), 2 * a.K * sizeof(float), gpu::device.stream, a.x,
+         a.p, a.s, a.rstd, a.w, a.norm, a.BT, a.C, a.K, false);
 }
 
-// Rung 5: the trainer's. A warp reads a token: eight channels a lane and 16 bytes a load, and sums over channels are
-// shuffles. No barrier holds up anybody, so while one source is worked on the next one is already on its way.
+// Rung 5: the trainer's. A warp reads a token: eight channels a lane and 16 bytes a load, and sums over
+// channels are shuffles. No barrier holds up anybody, so while one source is worked on the next one is already
+// on its way.
 inline void trainers(const Read& a) {
-  const gpu::Sources<bf16> sources = {a.s, a.rstd, 1, a.K - 1};  // blocks of one sublayer: slots lie side by side
+  const gpu::Sources<bf16> sources = {a.s, a.rstd, 1, a.K - 1};  // blocks of one sublayer: every slot is read
   gpu::route_forward<bf16>(a.x, a.p, sources, a.w, a.norm, false, a.BT, a.C, a.K, R);
 }
 
 inline void shape(size_t BT, size_t C, size_t K, bool timed) {
-  const Numbers s0 = normals<bf16>(K * BT * C, 0.1, 1), w0 = normals<float>(R * C, 0, 1.5 / std::sqrt(double(C))),
-                norm0 = normals<float>(C, 1, 0.3);
+  const Numbers s0 = normals<bf16>(K * BT * C, 0.1, 1),
+                w0 = normals<float>(R * C, 0, 1.5 / std::sqrt(double(C))), norm0 = normals<float>(C, 1, 0.3);
   Numbers rstd0(K * BT, NAN);
   for (size_t i = 0; i < (K - 1) * BT; i++) {
     double squares = 0;
@@ -240,8 +249,8 @@ inline void shape(size_t BT, size_t C, size_t K, bool timed) {
   Array<bf16> x(R * BT * C), s(s0);
   Array<float> p(R * BT * K), rstd(K * BT), w(w0), norm(norm0), mix(BT * C);
   const Read a = {x, p, s, rstd, w, norm, mix, BT, C, K};
-  // Bytes: BTC numbers are one source, or one x, or the mix; weights, logits and rstd are BTK floats; a launch reads
-  // the queries and the norm once.
+  // Bytes: BTC numbers are one source, or one x, or the mix; weights, logits and rstd are BTK floats; a launch
+  // reads the queries and the norm once.
   const size_t BTC = BT * C, BTK = BT * K;
   ladder::climb(
       {"route_forward", format("BT %zu, C %zu, K %zu, 2 routes", BT, C, K),
@@ -258,9 +267,10 @@ inline void shape(size_t BT, size_t C, size_t K, bool timed) {
          [&] { two_visits(a); }},
         {"online softmax, a source read once", BYTES(R * (BTC * (2 * K + 2) + 4 * BTK * 2 + 8 * C)),
          [&] { online(a); }},
-        {"both routes in one read", BYTES(BTC * (2 * K + R * 2) + 4 * BTK * (1 + R) + 4 * C * (R + 1)), [&] { both_routes(a); }},
-        {"the trainer's: a warp a token, 16-byte loads", BYTES(BTC * (2 * K + R * 2) + 4 * BTK * (1 + R) + 4 * C * (R + 1)),
-         [&] { trainers(a); }}}},
+        {"both routes in one read", BYTES(BTC * (2 * K + R * 2) + 4 * BTK * (1 + R) + 4 * C * (R + 1)),
+         [&] { both_routes(a); }},
+        {"the trainer's: a warp a token, 16-byte loads",
+         BYTES(BTC * (2 * K + R * 2) + 4 * BTK * (1 + R) + 4 * C * (R + 1)), [&] { trainers(a); }}}},
       timed);
 }
 
