@@ -4,7 +4,8 @@ import re
 from collections import namedtuple
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "data/README.md", *sorted((ROOT / "dev").glob("*/*.md"))]
+FOLDERS = [ROOT / name for name in ("data", "dev", "tests")]
+PAGES = [ROOT / "README.md", *sorted(path for folder in FOLDERS for path in folder.rglob("*.md"))]
 
 Block = namedtuple("Block", "language heading line text")  # heading: what it stands under; line: its first
 

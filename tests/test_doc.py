@@ -11,11 +11,11 @@ import subprocess
 import sys
 
 from check import case, finish, skip
-from pages import PAGES, ROOT, Page
+from pages import FOLDERS, PAGES, ROOT, Page
 
 DOC = ROOT / "dev/doc/rdattnres.md"
 TRAINERS = [ROOT / "train_rdattnres_cpu.cpp", ROOT / "train_rdattnres.cu"]
-SOURCES = [path for folder in ("data", "dev", "tests") for path in sorted((ROOT / folder).rglob("*"))
+SOURCES = [path for folder in FOLDERS for path in folder.rglob("*.*")
            if path.suffix in (".h", ".cpp", ".cu", ".py", ".sh")]
 
 
