@@ -80,6 +80,13 @@ inline void split_average(real* da, real* db, size_t n) {  // da holds the gradi
   for (size_t i = 0; i < n; i++) da[i] = db[i] = da[i] / 2;
 }
 
+inline void zero(real* out, size_t n) {
+  constexpr size_t PIECE = 1 << 20;  // of a size for which memset does without reading first
+#pragma omp parallel for
+  for (size_t begin = 0; begin < n; begin += PIECE)
+    memset(out + begin, 0, std::min(PIECE, n - begin) * sizeof(real));
+}
+
 // e^x to about one unit in the last place (1.2 where there is no fused multiply-add), in operations that
 // compilers vectorise (std::exp is a call for every number). x = n ln 2 + r with |r| <= ln 2 / 2, so
 // e^x = 2^n e^r: a polynomial for e^r, and 2^n put together from its bits, as two factors so that results near
@@ -165,20 +172,26 @@ inline void fold_gain(real* w,                   // (R,C)
     for (size_t c = 0; c < C; c++) w[r * C + c] = query[r] ? query[r][c] * gain[c] : 0;
 }
 
-// The mix alone, from weights that route_forward saved: the backward recomputes h instead of keeping it.
+// The mix of token bt with given weights.
+inline void mix_token(real* mix,                   // (C)
+                      const real* weights,         // (K)
+                      const real* const* sources,  // K pointers to (BT,C)
+                      size_t bt, size_t C, size_t K) {
+#pragma omp simd
+  for (size_t c = 0; c < C; c++) mix[c] = weights[0] * sources[0][bt * C + c];
+  for (size_t j = 1; j < K; j++)
+#pragma omp simd
+    for (size_t c = 0; c < C; c++) mix[c] += weights[j] * sources[j][bt * C + c];
+}
+
+// The mixes alone, from weights that route_forward saved: the backward recomputes h instead of keeping it.
 void route_mix(real* h,                     // (R,BT,C)
                const real* p,               // (R,BT,K)
                const real* const* sources,  // K pointers to (BT,C)
                size_t BT, size_t C, size_t K, size_t R) {
 #pragma omp parallel for
   for (size_t bt = 0; bt < BT; bt++)
-    for (size_t r = 0; r < R; r++) {
-      const real* weights = p + (r * BT + bt) * K;
-      real* mix = h + (r * BT + bt) * C;
-      for (size_t c = 0; c < C; c++) mix[c] = weights[0] * sources[0][bt * C + c];
-      for (size_t j = 1; j < K; j++)
-        for (size_t c = 0; c < C; c++) mix[c] += weights[j] * sources[j][bt * C + c];
-    }
+    for (size_t r = 0; r < R; r++) mix_token(h + (r * BT + bt) * C, p + (r * BT + bt) * K, sources, bt, C, K);
 }
 
 void route_forward(real* h,                     // (R,BT,C)
@@ -201,8 +214,8 @@ void route_forward(real* h,                     // (R,BT,C)
       }
       for (size_t j = 0; j < K; j++) sum += weights[j] = std::exp(weights[j] - top);
       for (size_t j = 0; j < K; j++) weights[j] /= sum;
+      mix_token(h + (r * BT + bt) * C, weights, sources, bt, C, K);
     }
-  route_mix(h, p, sources, BT, C, K, R);
 }
 
 // forward: h = sum_j p_j s_j, p = softmax(z), z_j = w . xhat_j, xhat_j = r_j s_j, w = query * gain
@@ -233,10 +246,13 @@ void route_backward(real* const* dsources,       // K pointers to (BT,C); adds
           const real* s = sources[j] + bt * C;
           real* ds = dsources[j] + bt * C;
           const real rj = rstd[j][bt];
-          const real z = rj * dot(wr, s, C);
+          real ws = 0, dp = 0;
+#pragma omp simd reduction(+ : ws, dp)
+          for (size_t c = 0; c < C; c++) ws += wr[c] * s[c], dp += dmix[c] * s[c];
           // A lone source has p = 1 whatever the query says: dz is exactly zero, not a rounding error near it.
-          const real dz = K > 1 ? weights[j] * (dot(dmix, s, C) - delta) : 0;
-          const real pj = weights[j], dzr = dz * rj, along = dzr * rj * z / real(C);
+          const real dz = K > 1 ? weights[j] * (dp - delta) : 0;
+          const real pj = weights[j], dzr = dz * rj, z = rj * ws, along = dzr * rj * z / real(C);
+#pragma omp simd
           for (size_t c = 0; c < C; c++) {
             ds[c] += pj * dmix[c] + dzr * wr[c] - along * s[c];
             base[c] += dzr * s[c];
@@ -287,6 +303,7 @@ void rmsnorm_backward(real* dh,            // (BT,C)
 #pragma omp simd reduction(+ : mean)
       for (size_t c = 0; c < C; c++) mean += weight[c] * din[c] * (rstd * in[c]);
       mean /= real(C);
+#pragma omp simd
       for (size_t c = 0; c < C; c++) {
         const real hhat = rstd * in[c];
         dh[bt * C + c] = rstd * (weight[c] * din[c] - hhat * mean);
@@ -342,6 +359,11 @@ __attribute__((noinline)) inline void matmul_tile(real* out, size_t ldo,
     *o0 = add ? *o0 + sum[i][0] : sum[i][0];
     *o1 = add ? *o1 + sum[i][1] : sum[i][1];
   }
+}
+// Asks for the place of a tile, so that it has come from memory when the sums are ready.
+inline void prefetch_tile(const real* out, size_t ldo, size_t m) {
+  for (size_t i = 0; i < m; i++)
+    for (size_t j = 0; j < NR; j += 64 / sizeof(real)) __builtin_prefetch(out + i * ldo + j, 1);
 }
 // The same where only m x n of the tile lie inside the matrix.
 inline void matmul_edge(real* out, size_t ldo, size_t m, size_t n, const real* a, size_t a_row, size_t a_k,
@@ -400,6 +422,7 @@ void matmul(real* out, size_t ldo, const real* a, size_t lda, bool trans_a, cons
             for (size_t i = i0; i < std::min(m, i0 + MT); i += MR)
               for (size_t j = j0; j < std::min(n, j0 + NT); j += NR) {
                 real* o = out + (m0 + i) * ldo + n0 + j;
+                prefetch_tile(o, ldo, std::min(MR, m - i));
                 const real *ta = i < in_place ? a0 + i * lda : packed_a + i * k, *tb = packed_b + j * k;
                 const size_t row = i < in_place ? lda : 1, step = i < in_place ? 1 : MR;
                 if (m - i >= MR && n - j >= NR) matmul_tile(o, ldo, ta, row, step, tb, k, add);
@@ -417,13 +440,16 @@ void matmul_forward(real* out,      // (BT,OC), rows ldo apart
 }
 
 // forward: out = x w^T       dx = dout w      dw += dout^T x
-void matmul_backward(real* dx,          // (BT,IC); adds if add_dx
-                     real* dw,          // (OC,IC)
-                     const real* dout,  // (BT,OC), rows ldo apart
-                     const real* x,     // (BT,IC)
-                     const real* w,     // (OC,IC)
-                     size_t BT, size_t IC, size_t OC, size_t ldo, bool add_dx = false) {
+void matmul_backward_input(real* dx,          // (BT,IC); adds if add_dx
+                           const real* dout,  // (BT,OC), rows ldo apart
+                           const real* w,     // (OC,IC)
+                           size_t BT, size_t IC, size_t OC, size_t ldo, bool add_dx = false) {
   matmul(dx, IC, dout, ldo, false, w, IC, false, BT, IC, OC, add_dx);
+}
+void matmul_backward_weight(real* dw,          // (OC,IC)
+                            const real* dout,  // (BT,OC), rows ldo apart
+                            const real* x,     // (BT,IC)
+                            size_t BT, size_t IC, size_t OC, size_t ldo) {
   matmul(dw, IC, dout, ldo, true, x, IC, false, OC, IC, BT, true);
 }
 
@@ -437,19 +463,27 @@ void rope_rotate(real* qkv,  // (B,T,3C)
   const size_t HS = C / NH, half = HS / 2;
   std::vector<double> frequency(half);
   for (size_t i = 0; i < half; i++) frequency[i] = std::pow(ROPE_BASE, -2.0 * double(i) / double(HS));
-#pragma omp parallel for
-  for (size_t t = 0; t < T; t++)
-    for (size_t i = 0; i < half; i++) {
-      const real cosine = real(std::cos(double(t) * frequency[i]));
-      const real sine = direction * real(std::sin(double(t) * frequency[i]));
+#pragma omp parallel
+  {
+    std::vector<real> cosine(half), sine(half);
+#pragma omp for
+    for (size_t t = 0; t < T; t++) {
+      for (size_t i = 0; i < half; i++) {
+        cosine[i] = real(std::cos(double(t) * frequency[i]));
+        sine[i] = direction * real(std::sin(double(t) * frequency[i]));
+      }
       for (size_t b = 0; b < B; b++)
         for (size_t head = 0; head < 2 * NH; head++) {  // Q's heads, then K's
           real* x = qkv + (b * T + t) * 3 * C + head * HS;
-          const real lo = x[i], hi = x[i + half];
-          x[i] = lo * cosine - hi * sine;
-          x[i + half] = lo * sine + hi * cosine;
+#pragma omp simd
+          for (size_t i = 0; i < half; i++) {
+            const real lo = x[i], hi = x[i + half];
+            x[i] = lo * cosine[i] - hi * sine[i];
+            x[i + half] = lo * sine[i] + hi * cosine[i];
+          }
         }
     }
+  }
 }
 void rope_forward(real* qkv, size_t B, size_t T, size_t C, size_t NH) { rope_rotate(qkv, B, T, C, NH, 1); }
 // A rotation's transpose is the rotation back.
@@ -509,8 +543,12 @@ void attention_forward(real* att,        // (B,T,C)
           for (size_t t = 0; t < NR; t++) top[t] = -INFINITY, sum[t] = 0;
           for (size_t u = 0; u < keys; u++) {
             real* score = &a[u * SCORE_ROW];
-            for (size_t t = 0; t < NR; t++) score[t] = u <= t0 + t ? scale * score[t] : -INFINITY;
-            for (size_t t = 0; t < NR; t++) top[t] = std::max(top[t], score[t]);
+            const int first_query = int(u) - int(t0);  // of this tile, the first that sees key u
+#pragma omp simd
+            for (int t = 0; t < int(NR); t++) {
+              score[t] = t >= first_query ? scale * score[t] : -INFINITY;
+              top[t] = score[t] > top[t] ? score[t] : top[t];
+            }
           }
           for (size_t u = 0; u < keys; u++) {
             real* score = &a[u * SCORE_ROW];
@@ -568,9 +606,10 @@ void attention_backward(real* dqkv,                        // (B,T,3C)
           head_products(da.data(), v.data(), dattt.data(), keys, rows, HS);
           for (size_t u = 0; u < keys; u++) {  // a becomes the weights, da becomes scale * dscore
             real *a_u = &a[u * SCORE_ROW], *da_u = &da[u * SCORE_ROW];
+            const int first_query = int(u) - int(t0);
 #pragma omp simd
-            for (size_t t = 0; t < NR; t++) {
-              a_u[t] = u <= t0 + t ? exponential(scale * a_u[t] - lse_t[t]) : 0;
+            for (int t = 0; t < int(NR); t++) {
+              a_u[t] = t >= first_query ? exponential(scale * a_u[t] - lse_t[t]) : 0;
               da_u[t] = scale * a_u[t] * (da_u[t] - delta[t]);
             }
           }
@@ -599,22 +638,26 @@ void swiglu_forward(real* act,                          // (n)
 #pragma omp parallel for
   for (size_t begin = 0; begin < n; begin += CHUNK)
 #pragma omp simd
-    for (size_t i = begin; i < std::min(begin + CHUNK, n); i++)
-      act[i] = gate[i] / (1 + exponential(-gate[i])) * up[i];
+    for (size_t i = begin; i < std::min(begin + CHUNK, n); i++) {
+      const real sigmoid = 1 / (1 + exponential(-gate[i]));
+      act[i] = gate[i] * sigmoid * up[i];
+    }
 }
 
 // forward: act = g sigmoid(g) up       dup = dact silu(g)      dg = dact up sigmoid(g) (1 + g (1 - sigmoid(g)))
-void swiglu_backward(real* dgate, real* dup,            // (n)
-                     const real* dact,                  // (n)
-                     const real* gate, const real* up,  // (n)
+// act, which w_down's gradient needs and nobody kept, comes along. Outputs may take the place of inputs.
+void swiglu_backward(real* dgate, real* dup, real* act,  // (n)
+                     const real* dact,                   // (n)
+                     const real* gate, const real* up,   // (n)
                      size_t n) {
 #pragma omp parallel for
   for (size_t begin = 0; begin < n; begin += CHUNK)
 #pragma omp simd
     for (size_t i = begin; i < std::min(begin + CHUNK, n); i++) {
-      const real g = gate[i], sigmoid = 1 / (1 + exponential(-g));
-      dup[i] = dact[i] * g * sigmoid;
-      dgate[i] = dact[i] * up[i] * sigmoid * (1 + g * (1 - sigmoid));
+      const real g = gate[i], u = up[i], d = dact[i], sigmoid = 1 / (1 + exponential(-g)), silu = g * sigmoid;
+      act[i] = silu * u;
+      dup[i] = d * silu;
+      dgate[i] = d * u * sigmoid * (1 + g * (1 - sigmoid));
     }
 }
 
@@ -669,17 +712,16 @@ struct Activations {
   real* p;              // the routes' weights, site after site, each (R,B,T,K)
   real *qkv, *att;      // (L, B,T,3C) after rope, (L, B,T,C)
   real* lse;            // (L, B,NH,T)
-  real *gate, *up;      // (L, B,T,F)
+  real *gate, *up;      // (L, B,T,F); their gradients take their place
   // Recomputed where needed, one site at a time.
   real* h;                 // (R, B,T,C) mixes; arch `average` appends their average
   real* x;                 // (R, B,T,C) normalised mixes: what the sublayer reads
-  real* act;               // (B,T,F)
+  real* act;               // (B,T,F); in the backward its gradient, then act again
   real *logits, *losses;   // (CLASSIFIER_ROWS,Vp), (B,T)
   // Gradients, one sublayer at a time; only the bank lives through the backward. The head's dx is the first.
   real* dbank;         // (N+1, B,T,C): embedding, blocks
   real *dh, *dx;       // (R, B,T,C)
   real *dqkv, *datt;   // (B,T,3C), (B,T,C)
-  real *dgate, *dup, *dact;  // (B,T,F)
 };
 
 struct Model {
@@ -723,9 +765,6 @@ void for_each_activation(Activations& a, const Config& c, size_t B, size_t T, Vi
   visit("d normalised mixes", a.dx, 2 * BTC);
   visit("d qkv", a.dqkv, 3 * BTC);
   visit("d attention output", a.datt, BTC);
-  visit("d gate", a.dgate, BTF);
-  visit("d up", a.dup, BTF);
-  visit("d act", a.dact, BTF);
 }
 
 void init_params(Model& m, uint64_t seed) {
@@ -751,8 +790,7 @@ void model_create(Model& m, const Config& config, size_t B, size_t T, uint64_t s
   allocate_tensors(m.grads, config, "gradients");
   allocate_tensors(m.adam_m, config, "first moments");
   allocate_tensors(m.adam_v, config, "second moments");
-  for (Tensors<real>* family : {&m.grads, &m.adam_m, &m.adam_v})
-    memset(family->wte, 0, m.num_elements * sizeof(real));
+  for (Tensors<real>* family : {&m.grads, &m.adam_m, &m.adam_v}) zero(family->wte, m.num_elements);
   for_each_activation(m.acts, config, B, T, [&](const char* name, real*& pointer, size_t n) {
     pointer = alloc_array<real>(n, name);
     m.activation_bytes += n * sizeof(real);
@@ -922,19 +960,21 @@ void model_backward(Model& m, const int* tokens, size_t B, size_t T) {
   const Activations& a = m.acts;
   const size_t C = c.C, F = c.F, BT = B * T;
 
-  memset(a.dbank, 0, (bank_index(c, c.sublayers()) + 1) * BT * C * sizeof(real));
+  zero(a.dbank, (bank_index(c, c.sublayers()) + 1) * BT * C);
   read_sources_backward(m, site_at(m, c.sublayers(), BT), BT);  // h and x are still there from the forward
   for (size_t l = c.L; l-- > 0;) {
     {  // feed-forward: sublayer 2l + 1
       const Site site = site_at(m, 2 * l + 1, BT);
       const real* dout = dpartial(m, 2 * l + 1, BT);
-      const real *gate = a.gate + l * BT * F, *up = a.up + l * BT * F;
+      real *gate = a.gate + l * BT * F, *up = a.up + l * BT * F;
+      matmul_backward_input(a.act, dout, w.w_down + l * C * F, BT, F, C, C);
+      swiglu_backward(gate, up, a.act, a.act, gate, up, BT * F);  // from here on gate is dgate and up is dup
+      matmul_backward_weight(d.w_down + l * C * F, dout, a.act, BT, F, C, C);
       read_sources(m, site, BT, Weights::given);
-      swiglu_forward(a.act, gate, up, BT * F);
-      matmul_backward(a.dact, d.w_down + l * C * F, dout, a.act, w.w_down + l * C * F, BT, F, C, C);
-      swiglu_backward(a.dgate, a.dup, a.dact, gate, up, BT * F);
-      matmul_backward(a.dx, d.w_gate + l * F * C, a.dgate, a.x, w.w_gate + l * F * C, BT, C, F, F);
-      matmul_backward(a.dx, d.w_up + l * F * C, a.dup, a.x, w.w_up + l * F * C, BT, C, F, F, true);
+      matmul_backward_weight(d.w_gate + l * F * C, gate, a.x, BT, C, F, F);
+      matmul_backward_weight(d.w_up + l * F * C, up, a.x, BT, C, F, F);
+      matmul_backward_input(a.dx, gate, w.w_gate + l * F * C, BT, C, F, F);
+      matmul_backward_input(a.dx, up, w.w_up + l * F * C, BT, C, F, F, true);
       read_sources_backward(m, site, BT);
     }
     {  // attention: sublayer 2l
@@ -944,12 +984,15 @@ void model_backward(Model& m, const int* tokens, size_t B, size_t T) {
       const real *qkv = a.qkv + l * BT * 3 * C, *att = a.att + l * BT * C;
       const real *x_qk = a.x, *x_v = a.x + (inputs - 1) * BT * C;
       real *dx_qk = a.dx, *dx_v = a.dx + BT * C;
-      read_sources(m, site, BT, Weights::given);
-      matmul_backward(a.datt, d.wo + l * C * C, dout, att, w.wo + l * C * C, BT, C, C, C);
+      matmul_backward_weight(d.wo + l * C * C, dout, att, BT, C, C, C);
+      matmul_backward_input(a.datt, dout, w.wo + l * C * C, BT, C, C, C);
       attention_backward(a.dqkv, a.datt, qkv, att, a.lse + l * c.NH * BT, B, T, C, c.NH);
       rope_backward(a.dqkv, B, T, C, c.NH);
-      matmul_backward(dx_qk, d.wqk + l * 2 * C * C, a.dqkv, x_qk, w.wqk + l * 2 * C * C, BT, C, 2 * C, 3 * C);
-      matmul_backward(dx_v, d.wv + l * C * C, a.dqkv + 2 * C, x_v, w.wv + l * C * C, BT, C, C, 3 * C);
+      read_sources(m, site, BT, Weights::given);
+      matmul_backward_weight(d.wqk + l * 2 * C * C, a.dqkv, x_qk, BT, C, 2 * C, 3 * C);
+      matmul_backward_weight(d.wv + l * C * C, a.dqkv + 2 * C, x_v, BT, C, C, 3 * C);
+      matmul_backward_input(dx_qk, a.dqkv, w.wqk + l * 2 * C * C, BT, C, 2 * C, 3 * C);
+      matmul_backward_input(dx_v, a.dqkv + 2 * C, w.wv + l * C * C, BT, C, C, 3 * C);
       if (inputs == 1) add(dx_qk, dx_v, BT * C);  // Q, K and V read the same x
       read_sources_backward(m, site, BT);
     }
@@ -1062,7 +1105,7 @@ void model_update(Model& m, size_t step, double grad_scale, double lr, double we
   }
 }
 
-void model_zero_grad(Model& m) { memset(m.grads.wte, 0, m.num_elements * sizeof(real)); }
+void model_zero_grad(Model& m) { zero(m.grads.wte, m.num_elements); }
 
 // Names the first tensor and layer of a family that holds a number that is not finite, or "" if all are.
 std::string find_non_finite(const Config& c, Tensors<real>& family) {

@@ -403,10 +403,10 @@ template <class X> void test_swiglu(size_t n) {
   gpu::swiglu_backward<X>(g, u, d, d, g, u, n);  // in place, as the model does it
   auto on_cpu = [&](auto zero) {
     using real = decltype(zero);
-    std::vector<real> a(n), dg(n), du(n);
+    std::vector<real> a(n), again(n), dg(n), du(n);
     Cpu<real>::swiglu_forward(a.data(), as<real>(gate).data(), as<real>(up).data(), n);
-    Cpu<real>::swiglu_backward(dg.data(), du.data(), as<real>(dact).data(), as<real>(gate).data(),
-                               as<real>(up).data(), n);
+    Cpu<real>::swiglu_backward(dg.data(), du.data(), again.data(), as<real>(dact).data(),
+                               as<real>(gate).data(), as<real>(up).data(), n);
     return std::vector<Numbers>{from(a), from(dg), from(du)};
   };
   const std::vector<Numbers> want = on_cpu(double(0)), plain = on_cpu(float(0));

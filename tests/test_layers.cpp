@@ -36,7 +36,8 @@ using reference::Var;
     static constexpr auto rmsnorm_backward = ns::rmsnorm_backward;   \
     static constexpr auto matmul = ns::matmul;                       \
     static constexpr auto matmul_forward = ns::matmul_forward;       \
-    static constexpr auto matmul_backward = ns::matmul_backward;     \
+    static constexpr auto matmul_backward_input = ns::matmul_backward_input;   \
+    static constexpr auto matmul_backward_weight = ns::matmul_backward_weight; \
     static constexpr auto rope_forward = ns::rope_forward;           \
     static constexpr auto rope_backward = ns::rope_backward;         \
     static constexpr auto attention_forward = ns::attention_forward; \
@@ -396,8 +397,8 @@ struct LinearLayer {
     std::vector<real> rows = filled<real>(BT * ldo, NAN);
     for (size_t bt = 0; bt < BT; bt++)
       for (size_t o = 0; o < OC; o++) rows[bt * ldo + o] = cot.at("out")[bt * OC + o];
-    Build::matmul_backward(d["x"].data(), d["w"].data(), rows.data(), in.at("x").data(), in.at("w").data(), BT,
-                           C, OC, ldo, add_dx);
+    Build::matmul_backward_input(d["x"].data(), rows.data(), in.at("w").data(), BT, C, OC, ldo, add_dx);
+    Build::matmul_backward_weight(d["w"].data(), rows.data(), in.at("x").data(), BT, C, OC, ldo);
   }
 };
 
@@ -483,8 +484,11 @@ struct SwigluLayer {
   }
   template <class Build, class real = typename Build::real>
   void backward(const Named<real>& in, const Named<real>& cot, Named<real>& d) const {
-    Build::swiglu_backward(d["gate"].data(), d["up"].data(), cot.at("act").data(), in.at("gate").data(),
-                           in.at("up").data(), C);
+    // In place, as the model does it; act comes along, the same bits as in the forward.
+    std::vector<real> gate = in.at("gate"), up = in.at("up"), act = cot.at("act");
+    Build::swiglu_backward(gate.data(), up.data(), act.data(), act.data(), gate.data(), up.data(), C);
+    CHECK(same_bits(act, forward<Build>(in).at("act")));
+    d["gate"] = gate, d["up"] = up;
   }
 };
 
@@ -720,12 +724,13 @@ template <class Build>
 void check_extreme_swiglu() {
   using real = typename Build::real;
   const std::vector<real> gate = {-10000, -200, -90, 0, 90, 200, 10000}, up(7, 2), dact(7, 1);
-  std::vector<real> act(7), dgate(7), dup(7);
+  std::vector<real> act(7), again(7), dgate(7), dup(7);
   Build::swiglu_forward(act.data(), gate.data(), up.data(), 7);
-  Build::swiglu_backward(dgate.data(), dup.data(), dact.data(), gate.data(), up.data(), 7);
+  Build::swiglu_backward(dgate.data(), dup.data(), again.data(), dact.data(), gate.data(), up.data(), 7);
   for (size_t i = 0; i < 7; i++) {
     const double silu = i < 3 ? 0 : double(gate[i]), slope = i < 3 ? 0 : i == 3 ? 0.5 : 1;
     CHECK_CLOSE(act[i], 2 * silu, 1e-30);
+    CHECK_CLOSE(again[i], 2 * silu, 1e-30);
     CHECK_CLOSE(dup[i], silu, 1e-30);
     CHECK_CLOSE(dgate[i], 2 * slope, 1e-30);
   }
