@@ -25,7 +25,21 @@ OPENMP   := $(strip $(if $(NO_OMP),,$(or \
                 -Xpreprocessor -fopenmp -I$(dir)/include -L$(dir)/lib -lomp)))))
 OMPFLAGS := $(if $(OPENMP),$(OPENMP),-fopenmp-simd -Wno-unknown-pragmas)
 
-TESTS := $(patsubst tests/%.cpp,$(BUILD)/%,$(wildcard tests/test_*.cpp))
+# What make test runs of the CPU side: each test as it is, and again under the address and undefined-behaviour
+# sanitizers; the fuzz targets under these alone; the threads under the thread sanitizer.
+TESTS := $(filter-out %/test_fuzz %/test_threads,$(patsubst tests/%.cpp,$(BUILD)/%,$(wildcard tests/test_*.cpp)))
+ASAN  := -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=undefined
+TSAN  := -O1 -g1 -fsanitize=thread
+TRY_RUN    = $(shell f=$$(mktemp) && printf '\043include <thread>\nint main() { std::thread([] {}).join(); }' | \
+               $(CXX) $(1) -x c++ - -o $$f -pthread 2>/dev/null && $$f 2>/dev/null && echo yes; rm -f $$f)
+IS_CLANG   = $(shell $(CXX) -dM -E -x c++ /dev/null | grep __clang__)
+ifneq ($(filter test,$(MAKECMDGOALS)),)
+SANITIZED := $(if $(call TRY_RUN,$(ASAN)),$(TESTS:%=%_asan) $(BUILD)/test_fuzz_asan, \
+               'skip:CPU tests under the address sanitizer: $(CXX) has none that works here')
+SANITIZED += $(if $(if $(OPENMP),$(if $(IS_CLANG),,$(call TRY_RUN,$(TSAN)))),$(BUILD)/test_threads_tsan, \
+               'skip:the trainer under the thread sanitizer: needs g++ with OpenMP and with one that works here')
+endif
+FUZZERS   := $(addprefix $(BUILD)/fuzz_,shard tokenizer safetensors json log flags)
 TEST_SCRIPTS := $(wildcard tests/test_*.py tests/test_*.sh)
 
 EMULATOR := $(wildcard dev/emulator/*.cpp dev/emulator/*.h dev/emulator/*.sh dev/emulator/nvtx3/*)
@@ -40,7 +54,7 @@ GENCODE  := $(if $(GPU_ARCH),-gencode arch=compute_$(GPU_ARCH)$(COMMA)code=sm_$(
               -gencode arch=compute_80$(COMMA)code=sm_80 -gencode arch=compute_90$(COMMA)code=[sm_90$(COMMA)compute_90])
 NVFLAGS  := -std=c++17 -O3 -I. $(GENCODE) -Xcompiler -Wall,-Wextra,-Wno-unknown-pragmas -lcublasLt -ldl
 
-.PHONY: all bench bench_gpu train train_emulated test test_gpu ptxas doc paired help clean found need_nvcc
+.PHONY: all bench bench_gpu train train_emulated test test_gpu fuzz ptxas doc paired help clean found need_nvcc
 all: found train_rdattnres_cpu
 
 found:
@@ -57,6 +71,23 @@ data/text_to_shards: data/text_to_shards.cpp Makefile | $(BUILD)
 
 $(BUILD)/test_%: tests/test_%.cpp Makefile | $(BUILD)
 	$(CXX) $(FLAGS) $(OMPFLAGS) -DFILL_NAN -MMD -MP -MF $@.d $< -o $@
+
+# The run test starts the trainer; its sanitized build starts a sanitized one.
+$(BUILD)/train_rdattnres_cpu_asan: train_rdattnres_cpu.cpp Makefile | $(BUILD)
+	$(CXX) $(FLAGS) $(OMPFLAGS) $(ASAN) -MMD -MP -MF $@.d $< -o $@
+$(BUILD)/test_run_asan: $(BUILD)/train_rdattnres_cpu_asan
+$(BUILD)/test_run_asan: FLAGS += -DTRAINER_PATH='"$(BUILD)/train_rdattnres_cpu_asan"'
+$(BUILD)/test_%_asan: tests/test_%.cpp Makefile | $(BUILD)
+	$(CXX) $(FLAGS) $(OMPFLAGS) $(ASAN) -DFILL_NAN -MMD -MP -MF $@.d $< -o $@
+
+$(BUILD)/test_%_tsan: tests/test_%.cpp tests/openmp_threads.cpp Makefile | $(BUILD)
+	$(CXX) $(FLAGS) $(OMPFLAGS) $(TSAN) -MMD -MP -MF $@.d -c $< -o $@.o
+	$(CXX) $(FLAGS) $(TSAN) tests/openmp_threads.cpp $@.o -o $@ -pthread
+	@rm $@.o
+
+$(FUZZERS): $(BUILD)/fuzz_%: tests/fuzz/fuzz.cpp Makefile | $(BUILD)
+	clang++ $(FLAGS) -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined -DFUZZ_TARGET='"$*"' \
+	  -MMD -MP -MF $@.d $< -o $@
 
 # One rule a build: a pattern rule with several targets would take one run of its recipe for all of them.
 EMULATE = bash dev/emulator/build.sh $(1) $< $@ -I. -MMD -MP -MT $@ -MF $@.d
@@ -113,8 +144,12 @@ train: all
 	GOMP_SPINCOUNT=10000 KMP_BLOCKTIME=0 ./train_rdattnres_cpu --out runs/tiny $(ARGS)
 
 # Tests start many short programs, some with more threads than cores: threads that wait must not keep a core busy.
-test: all data/text_to_shards $(TESTS) $(EMULATED)
-	@OMP_WAIT_POLICY=passive bash tests/run.sh $(TESTS) $(EMULATED) $(TEST_SCRIPTS)
+test: all data/text_to_shards $(TESTS) $(filter $(BUILD)/%,$(SANITIZED)) $(EMULATED) $(if $(EMULATED),$(BUILD)/train_emulated)
+	@OMP_WAIT_POLICY=passive bash tests/run.sh $(TESTS) $(SANITIZED) $(EMULATED) $(TEST_SCRIPTS)
+
+# libFuzzer on everything that reads files or text, FUZZ_SECONDS each; what it finds stays in build/fuzz.
+fuzz: $(if $(shell command -v clang++),$(FUZZERS) $(BUILD)/test_fuzz_asan)
+	@bash tests/fuzz/run.sh $(or $(FUZZ_SECONDS),60) $(FUZZERS)
 
 # The same CUDA tests on a real card.
 test_gpu: $(BUILD)/test_cuda_layers_gpu $(BUILD)/test_cuda_model_gpu
@@ -146,6 +181,7 @@ help:
 	@echo "make                    build train_rdattnres_cpu"
 	@echo "make train              train the tiny preset on generated stories; ARGS='--seed 2' adds flags"
 	@echo "make test               run every test; ends with: N passed, N failed, N skipped"
+	@echo "make fuzz               libFuzzer on every reader of files and flags, a minute each; FUZZ_SECONDS=600"
 	@echo "make data/text_to_shards  the tool that turns text into token shards"
 	@echo "make train_rdattnres    the CUDA trainer; needs nvcc. GPU_ARCH=90 names the architecture; default: the card's,"
 	@echo "                        or code for 8.0 and 9.0 and PTX where there is no card"

@@ -2435,11 +2435,11 @@ struct Validation {
   RouteStats routes;
 };
 
-// Mean loss over the first max_tokens of a split (whole windows), in order. Touches activations only. The sum
-// runs in token order in double, so the batch size does not show in the result.
+// Mean loss over the first max_tokens of a split (whole windows, at least one), in order. Touches activations
+// only. The sum runs in token order in double, so the batch size does not show in the result.
 template <class floatX>
 Validation validate(Model<floatX>& m, const TokenData& data, size_t max_tokens) {
-  const size_t T = m.T, windows = std::min(max_tokens / T, data.num_windows(T));
+  const size_t T = m.T, windows = std::min(std::max<size_t>(max_tokens / T, 1), data.num_windows(T));
   std::vector<int> tokens(m.B * T), targets(m.B * T);
   std::vector<float> losses;
   Validation result = {};
@@ -2598,6 +2598,11 @@ static size_t largest_batch(const Config& c, bool recompute, size_t bytes) {
 }
 
 template <class floatX>
+static double peak_flops() {  // of this card, a second; 0: not known, as for fp32 on any card
+  return sizeof(floatX) == 2 ? peak_bf16_flops(device.properties.name) : 0;
+}
+
+template <class floatX>
 static void print_start(const Run<floatX>& run) {
   const Options& o = run.options;
   if (!o.quiet) printf("%s\n", settings_table(o).c_str());
@@ -2608,13 +2613,12 @@ static void print_start(const Run<floatX>& run) {
   printf("GPU         %s, %s free of %s; largest batch that fits: %zu\n", device.properties.name,
          human_bytes(free).c_str(), human_bytes(total).c_str(),
          largest_batch<floatX>(run.config, o.recompute, free + CUBLAS_WORKSPACE));
-  const Flops flops = training_flops(run.config, run.config.T);
-  printf("arithmetic  %.3g MFLOP a token: matrices %.1f%%, attention %.1f%%, routes %.1f%%\n",
-         flops.total() / 1e6, 100 * flops.matmul / flops.total(), 100 * flops.attention / flops.total(),
-         100 * flops.routes / flops.total());
   for (const auto& split : run.data.splits())
     printf("%s", data_line(split.first, *split.second, run.config.T).c_str());
-  printf("%s\n", schedule_table(o, run.data.train.num_tokens()).c_str());
+  const double peak = peak_flops<floatX>();
+  const std::string rate = format("the card's peak of %.0f TFLOP/s", peak / 1e12);
+  printf("%s%s\n", schedule_table(o, run.data.train.num_tokens()).c_str(),
+         arithmetic_table(run.config, o, peak, rate).c_str());
 }
 
 template <class floatX>
@@ -2690,8 +2694,7 @@ static int run_training(const Options& options, Checkpoint& checkpoint, const ch
 
   const size_t first_step = run.step, examples = o.total_batch / config.T;
   const double flops = training_flops(config, config.T).total() * double(o.total_batch);
-  const double peak =
-      sizeof(floatX) == 2 ? peak_bf16_flops(device.properties.name) : 0;  // no figure is known for fp32
+  const double peak = peak_flops<floatX>();
   const double start = seconds_now();
   double timed = 0;  // seconds of all steps but the first, in which cuBLASLt chooses its algorithms
   for (;;) {

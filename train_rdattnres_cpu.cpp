@@ -1181,10 +1181,10 @@ struct Validation {
   RouteStats routes;
 };
 
-// Mean loss over the first max_tokens of a split (whole windows), in order. Touches activations only. The sum
-// runs in token order in double, so the batch size does not show in the result.
+// Mean loss over the first max_tokens of a split (whole windows, at least one), in order. Touches activations
+// only. The sum runs in token order in double, so the batch size does not show in the result.
 Validation validate(Model& m, const TokenData& data, size_t max_tokens) {
-  const size_t T = m.T, windows = std::min(max_tokens / T, data.num_windows(T));
+  const size_t T = m.T, windows = std::min(std::max<size_t>(max_tokens / T, 1), data.num_windows(T));
   std::vector<int> tokens(m.B * T), targets(m.B * T);
   Validation result = {};
   double sum = 0;
@@ -1312,13 +1312,30 @@ static std::vector<MemoryLine> memory_lines(const Config& c, size_t B) {
           {"activations", activations}};
 }
 
+// Operations a second of matrix products like the model's, on this machine now.
+static double product_rate() {
+  constexpr size_t N = 576;
+  std::vector<real> a(N * N, 1), b(N * N, 1), out(N * N);
+  const double start = seconds_now();
+  double seconds = 0, products = 0;
+  for (; seconds < 0.5; products++, seconds = seconds_now() - start)
+    matmul(out.data(), N, a.data(), N, false, b.data(), N, true, N, N, N, false);
+  return products * 2 * double(N * N * N) / seconds;
+}
+
 static void print_start(const Run& run) {
   const Options& o = run.options;
   if (!o.quiet) printf("%s\n", settings_table(o).c_str());
   printf("%s%s", model_table(run.config).c_str(), memory_table(memory_lines(run.config, o.batch)).c_str());
   for (const auto& split : run.data.splits())
     printf("%s", data_line(split.first, *split.second, run.config.T).c_str());
-  printf("%s\n", schedule_table(o, run.data.train.num_tokens()).c_str());
+  printf("%s", schedule_table(o, run.data.train.num_tokens()).c_str());
+  if (o.dry_run) {
+    const double rate = product_rate();
+    const std::string name = format("%.3g GFLOP/s, the rate of matrix products here and now", rate / 1e9);
+    printf("%s", arithmetic_table(run.config, o, rate, name).c_str());
+  }
+  printf("\n");
 }
 
 static void validate_split(Run& run, Log& log, const char* split, const TokenData& data) {

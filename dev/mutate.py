@@ -70,7 +70,7 @@ class Tree:
 
     def build(self, test):
         """None, or what the compiler said."""
-        targets = ["build/test_" + test] + (["train_rdattnres_cpu"] if test == "run" else [])  # which it runs
+        targets = ["build/test_" + test] + (["train_rdattnres_cpu"] if test in ("run", "crash") else [])  # which it runs
         result = subprocess.run(["make", "-s", "CXXFLAGS=" + self.flags] + targets, cwd=self.folder,
                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True)
         return None if result.returncode == 0 else result.stdout

@@ -56,10 +56,8 @@ inline bool refuses(const Outcome& o, int status, const std::string& part) {
 
 struct Scratch {
   std::string path;
-  Scratch() {
-    char name[] = "/tmp/rdattnres_test_XXXXXX";
-    if (!mkdtemp(name)) perror(name), exit(1);
-    path = name;
+  explicit Scratch(const std::string& parent = "/tmp") : path(parent + "/rdattnres_test_XXXXXX") {
+    if (!mkdtemp(&path[0])) perror(path.c_str()), exit(1);
   }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;

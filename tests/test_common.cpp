@@ -1,8 +1,11 @@
 // test_common.cpp - the small parts of dev/common: numbers, random numbers, schedule, sampler, JSON, the log,
 // the FLOP count, and what people see.
 #include <algorithm>
+#include <csignal>
 #include <limits>
 #include <numeric>
+
+#include <sys/resource.h>
 
 #include "dev/common/check.h"
 #include "dev/common/flags.h"
@@ -407,12 +410,22 @@ static void test_log() {
   { Log log(folder / "new", 5); }
   CHECK_EQ(read_file(folder / "new/log.jsonl"), "");
 
-  TEST("log: no folder, a full disk: refused, with the file named");
+  TEST("log: no folder, no room for any of a line, room for a part of it: refused, with the file named");
   CHECK(refuses(in_child([&] { Log log(folder / "none"); }), 1, "none/log.jsonl: cannot open: No such file"));
-  std::filesystem::create_symlink("/dev/full", folder / "new/full");
-  std::filesystem::rename(folder / "new/full", folder / "new/log.jsonl");
-  CHECK(refuses(in_child([&] { Log(folder / "new").write(Event("step")); }), 1,
-                "log.jsonl: cannot write: No space left on device"));
+  const std::string kept = "{\"event\":\"step\",\"step\":1}\n";
+  std::string long_log;
+  while (long_log.size() < 10000) long_log += kept;  // longer than what the child prints, which has the same limit
+  write_file(folder / "new/log.jsonl", long_log);
+  const auto limited = [&](size_t more) {
+    return in_child([&] {
+      signal(SIGXFSZ, SIG_IGN);
+      const struct rlimit limit = {long_log.size() + more, long_log.size() + more};
+      setrlimit(RLIMIT_FSIZE, &limit);
+      Log(folder / "new", 1).write(Event("step"));
+    });
+  };
+  CHECK(refuses(limited(0), 1, "log.jsonl: cannot write: File too large"));
+  CHECK(refuses(limited(10), 1, "log.jsonl: cannot write: No space left on device"));
 }
 
 // ---- flops.h, report.h ---------------------------------------------------------------------------------

@@ -100,6 +100,8 @@ static void test_refusals() {
     {{"--batch", "8", "--context", "128", "--total-batch", "1000"},
      "--total-batch: got 1000, expected a multiple of batch * context = 1024"},
     {{"--batch", "8", "--context", "128", "--total-batch", "512"}, "--total-batch: got 512, expected a multiple of batch * context = 1024"},
+    {{"--batch", "1048576", "--context", "1048576", "--width", "65536", "--layers", "4096", "--heads", "1"},
+     "--batch: got 1048576; expected activations, about 5e+21 numbers here, to fit in 64 bits"},
     {{"--vocab", "256"}, "--vocab: got 256, expected at least the tokenizer's 257"},
     {{"--val", "v.bin"}, "--train: missing"},
     {{"--tokenizer", "t.bin"}, "--tokenizer: the built-in stories are bytes"},

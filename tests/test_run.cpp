@@ -2,116 +2,14 @@
 // (threads, resuming, stopping, looking), what a checkpoint and a log hold, and how a run refuses.
 #include <csignal>
 #include <cstdlib>
-#include <fstream>
-#include <map>
-#include <sstream>
 
-#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "dev/common/json.h"         // Json
-#include "dev/common/log.h"          // log lines
-#include "dev/common/random.h"       // philox: made-up tokens
-#include "dev/common/safetensors.h"  // Checkpoint
-#include "dev/common/checkpoint.h"   // checkpoint_write
-#include "dev/common/schedule.h"     // learning_rate
-#include "dev/common/shards.h"       // SHARD_MAGIC
+#include "dev/common/checkpoint.h"  // checkpoint_write
+#include "dev/common/schedule.h"  // learning_rate
 #include "tests/check.h"
-
-static std::string folder;  // of this test, removed at its end
-static const char* const TRAINER = "./train_rdattnres_cpu";
-
-// ---- starting runs and reading what they leave ---------------------------------------------------------
-
-struct Result { int status; std::string text; };  // exit status; stdout and stderr together
-
-static Result shell(const std::string& command) {
-  Result result = {-1, ""};
-  FILE* pipe = popen(("export OMP_WAIT_POLICY=passive; (" + command + ") 2>&1").c_str(), "r");
-  if (!pipe) return result;
-  char chunk[4096];
-  for (size_t n; (n = fread(chunk, 1, sizeof chunk, pipe)) > 0;) result.text.append(chunk, n);
-  const int status = pclose(pipe);
-  result.status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-  return result;
-}
-
-// A run of the small model, or of what `flags` ("--name value ...") makes of it: the trainer takes a flag once.
-// Odd sizes on purpose: no dimension is a multiple of a tile. 2 x 37 tokens a batch, two batches a step.
-static std::string command(const std::string& out, const std::string& flags) {
-  std::map<std::string, std::string> values;
-  std::istringstream words(
-      "--layers 3 --width 48 --heads 3 --ffn 40 --block-size 4 --context 37 --vocab 131 --batch 2 --total-batch 148"
-      " --lr 0.01 --query-lr-mult 10 --val-tokens 400 --val-every 0 --sample-tokens 0 --checkpoint-every 0 --keep 0"
-      " --train '" + folder + "/train_*.bin' --val '" + folder + "/val_*.bin' --out " + folder + "/" + out + " " + flags);
-  std::string name, word;
-  while (words >> word) {
-    if (word.compare(0, 2, "--") == 0) values[name = word] = "";
-    else values[name] = word;
-  }
-  std::string text = TRAINER;
-  for (const auto& flag : values) text += " " + flag.first + " " + flag.second;
-  return text;
-}
-static Result train(const std::string& out, const std::string& flags, const std::string& environment = "") {
-  return shell(environment + " " + command(out, flags));
-}
-
-static void write_shard(const std::string& name, size_t num_tokens, uint64_t seed) {
-  std::vector<int32_t> header(256);
-  header[0] = SHARD_MAGIC, header[1] = SHARD_VERSION, header[2] = int32_t(num_tokens);
-  std::ofstream file(folder + "/" + name, std::ios::binary);
-  file.write(reinterpret_cast<const char*>(header.data()), 1024);
-  for (size_t i = 0; i < num_tokens; i++) {  // each token hints at the next: there is something to learn
-    const uint16_t token = uint16_t((i * 7 + philox(seed, STREAM_TEST, i).x[0] % 5) % 131);
-    file.write(reinterpret_cast<const char*>(&token), 2);
-  }
-}
-
-// All tensors of a checkpoint, by name. Empty if it cannot be opened.
-static std::map<std::string, std::vector<float>> tensors(const std::string& path) {
-  std::map<std::string, std::vector<float>> all;
-  Checkpoint checkpoint;
-  const std::string error = checkpoint.try_open(path);
-  if (!error.empty()) { printf("  %s\n", error.c_str()); return all; }
-  for (const auto& entry : checkpoint.tensors) {
-    std::vector<float>& values = all[entry.first];
-    checkpoint.read(entry.first, entry.second.shape, [&](size_t, size_t n, const float* chunk) { values.insert(values.end(), chunk, chunk + n); });
-  }
-  return all;
-}
-static std::string checkpoint_of(const std::string& out, size_t step) {
-  return folder + "/" + out + format("/ckpt_%08zu.safetensors", step);
-}
-
-// Two checkpoints hold the same bits in every parameter and moment.
-static bool same_bits(const std::string& a, const std::string& b) {
-  const auto x = tensors(a), y = tensors(b);
-  if (x.empty() || x.size() != y.size()) return false;
-  for (const auto& entry : x) {
-    const auto other = y.find(entry.first);
-    if (other == y.end() || other->second.size() != entry.second.size()) return false;
-    if (memcmp(entry.second.data(), other->second.data(), entry.second.size() * sizeof(float)) != 0) {
-      printf("  differs in %s\n", entry.first.c_str());
-      return false;
-    }
-  }
-  return true;
-}
-
-// The values of one field of one kind of event, as written, in the order of the log.
-static std::vector<std::string> log_field(const std::string& out, const std::string& event, const std::string& field) {
-  std::vector<std::string> values;
-  std::ifstream log(folder + "/" + out + "/log.jsonl");
-  for (std::string line; std::getline(log, line);) {
-    Json json;
-    if (!JsonParser::parse(line, &json).empty()) { values.push_back("bad line: " + line); continue; }
-    const Json *name = json.find("event"), *value = json.find(field);
-    if (name && name->text == event && value) values.push_back(value->text);
-  }
-  return values;
-}
+#include "tests/runs.h"
 
 static double first_loss(const std::string& out) {
   const std::vector<std::string> losses = log_field(out, "step", "loss");
@@ -176,18 +74,11 @@ static void resuming() {
 static void stopping() {
   TEST("SIGTERM: the run saves, says how to resume, and resuming gives the same bits");
   const std::string out = folder + "/stopped";
-  const pid_t child = fork();
-  if (child == 0) {
-    const std::string line = "exec " + command("stopped", "--steps 60") + " > " + folder + "/stopped.txt";
-    execl("/bin/sh", "sh", "-c", line.c_str(), static_cast<char*>(nullptr));
-    _exit(127);
-  }
-  while (log_field("stopped", "step", "step").size() < 5) usleep(1000);
-  kill(child, SIGTERM);
-  int status = -1;
-  waitpid(child, &status, 0);
-  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-  CHECK(shell("cat " + folder + "/stopped.txt").text.find("--resume " + out) != std::string::npos);
+  Process run(command("stopped", "--steps 60"), folder + "/stopped.txt");
+  while (log_field("stopped", "step", "step").size() < 5 && run.running()) usleep(1000);
+  run.signal(SIGTERM);
+  CHECK_EQ(run.wait(), 0);
+  CHECK(read_file(folder + "/stopped.txt").find("--resume " + out) != std::string::npos);
   const size_t stopped_at = log_field("stopped", "step", "step").size();
   printf("  stopped after step %zu\n", stopped_at);
   CHECK(access(checkpoint_of("stopped", stopped_at).c_str(), F_OK) == 0);
@@ -219,6 +110,11 @@ static void reloading() {
                    " --steps 0 --sample-tokens 0 --val-tokens 400 --batch " + batch + " --out " + folder + "/" + out));
     CHECK(log_field(out, "val", "loss") == loss);
   }
+  TEST("--val-tokens below one window reads one window");
+  check_ok(train("little", "--steps 0 --val-tokens 5"));
+  CHECK_EQ(log_field("little", "val", "count").at(0), "37");
+  CHECK(std::isfinite(std::stod(log_field("little", "val", "loss").at(0))));
+
   TEST("--steps 0 writes a checkpoint, with the weights it started from");
   const auto x = tensors(checkpoint_of("whole", 20)), y = tensors(checkpoint_of("reload1", 0));
   for (const char* tensor : {"model.attn_route_v", "model.wte"})
@@ -302,12 +198,109 @@ static void refusing() {
   CHECK(access((folder + "/dry").c_str(), F_OK) != 0);
 }
 
+// The checkpoint of step 20, made to say that it is the one of `step`.
+static void rewrite(const std::string& out, size_t step, size_t tokens, size_t position) {
+  Checkpoint good;
+  fatal_if(good.try_open(checkpoint_of("whole", 20)));
+  const std::map<std::string, std::vector<float>> values = tensors(checkpoint_of("whole", 20));
+  std::vector<CheckpointTensor> same;
+  for (const auto& entry : good.tensors) {
+    const std::vector<float>& from = values.at(entry.first);
+    same.push_back({entry.first, entry.second.shape, [&from](size_t offset, size_t n, float* chunk) {
+                      std::copy_n(from.begin() + std::ptrdiff_t(offset), n, chunk);
+                    }});
+  }
+  Metadata metadata = good.metadata;
+  metadata["step"] = std::to_string(step), metadata["tokens"] = std::to_string(tokens),
+  metadata["data_position"] = std::to_string(position);
+  shell("mkdir -p " + folder + "/" + out);
+  checkpoint_write(checkpoint_of(out, step), metadata, same);
+}
+
+static void large_numbers() {
+  for (const size_t step : {size_t(1000000), (size_t(1) << 32) - 1, size_t(500000000000)}) {
+    TEST(format("a run resumed at step %zu counts steps, tokens and examples on, and keeps to the schedule",
+                step));
+    rewrite(format("at_%zu", step), step, step * 148, step * 4);
+    const std::string out = format("at_%zu", step), steps = std::to_string(step * 2);
+    Process run(
+        std::string(TRAINER) + " --resume " + folder + "/" + out + " --steps " + steps + " --warmup 1000",
+        folder + "/at.txt");
+    while (log_field(out, "step", "step").size() < 3 && run.running()) usleep(1000);
+    run.signal(SIGTERM);
+    CHECK_EQ(run.wait(), 0);
+    const std::vector<std::string> numbers = log_field(out, "step", "step"),
+                                   seen = log_field(out, "step", "tokens"),
+                                   rates = log_field(out, "step", "lr");
+    if (!CHECK(numbers.size() >= 3)) printf("%s\n", read_file(folder + "/at.txt").c_str());
+    for (size_t n = 0; n < numbers.size(); n++) {
+      CHECK_EQ(numbers[n], std::to_string(step + n + 1));
+      CHECK_EQ(seen[n], std::to_string((step + n + 1) * 148));
+      CHECK_EQ(std::stod(rates[n]), learning_rate(step + n, step * 2, 1000, 0.01, 0.1));
+    }
+    const size_t last = step + numbers.size();
+    Checkpoint checkpoint;
+    CHECK_EQ(checkpoint.try_open(checkpoint_of(out, last)), "");
+    CHECK_EQ(checkpoint.metadata["data_position"], std::to_string(last * 4));
+  }
+}
+
+// Kilobytes of the process that are in memory; 0 once it has ended.
+static size_t resident(pid_t process) {
+  std::ifstream file(format("/proc/%d/status", int(process)));
+  for (std::string line; std::getline(file, line);)
+    if (line.compare(0, 6, "VmRSS:") == 0) return size_t(atoll(line.c_str() + 6));
+  return 0;
+}
+
+static void long_run() {
+  TEST("memory is flat from step 1,000 to step 10,000, with validation, samples and checkpoints");
+#ifdef __SANITIZE_ADDRESS__
+  SKIP("the address sanitizer keeps freed memory; it looks for leaks itself, in all the runs above");
+  return;
+#endif
+  if (access("/proc/self/status", R_OK) != 0) {
+    SKIP("no /proc to read a process's memory from");
+    return;
+  }
+  const std::string flags =
+      "--layers 1 --width 16 --heads 1 --ffn 16 --context 8 --batch 1 --total-batch 8 --steps 10000 --val-every 500"
+      " --val-tokens 64 --sample-every 500 --sample-tokens 8 --checkpoint-every 500";
+  Process run("env OMP_NUM_THREADS=1 " + command("long", flags), folder + "/long.txt");
+  const auto past = [](size_t step) { return access(checkpoint_of("long", step).c_str(), F_OK) == 0; };
+  // Writing a checkpoint takes a buffer for a moment: the least of many looks is what is held between.
+  size_t early = SIZE_MAX, late = SIZE_MAX;
+  while (run.running()) {
+    const size_t now = resident(run.id);
+    if (now > 0 && past(1000) && !past(2000)) early = std::min(early, now);
+    if (now > 0 && past(9000)) late = std::min(late, now);
+    usleep(2000);
+  }
+  CHECK_EQ(run.wait(), 0);
+  printf("  %zu KiB after step 1,000, %zu KiB after step 9,000\n", early, late);
+  CHECK(early < SIZE_MAX && late < SIZE_MAX);
+  CHECK(late <= early + 128);  // 16 bytes a step would show
+}
+
+static void sizes() {
+  TEST("log and checkpoint are as large for a hundred times the data");
+  size_t log_lines[2], bytes[2];
+  for (const size_t large : {0, 1}) {
+    const std::string out = large ? "data_b" : "data_a", shard = large ? "big_b.bin" : "big_a.bin";
+    write_shard(shard, large ? 2000000 : 20000, 5);
+    check_ok(train(out, "--steps 5 --train " + folder + "/" + shard));
+    const std::string log = read_file(folder + "/" + out + "/log.jsonl");
+    log_lines[large] = size_t(std::count(log.begin(), log.end(), '\n'));
+    bytes[large] = read_file(checkpoint_of(out, 5)).size();
+  }
+  printf("  checkpoint of %zu bytes\n", bytes[0]);
+  CHECK_EQ(log_lines[0], log_lines[1]);
+  CHECK(bytes[0] > 0);
+  CHECK_EQ(bytes[0], bytes[1]);
+}
+
 int main() {
-  char name[] = "/tmp/rdattnres_test_run_XXXXXX";
-  if (!mkdtemp(name)) { perror(name); return 1; }
-  folder = name;
-  write_shard("train_0.bin", 5 * 37 + 1, 1), write_shard("train_1.bin", 9 * 37 + 36, 2), write_shard("train_2.bin", 3 * 37 + 2, 3);
-  write_shard("val_0.bin", 11 * 37 + 1, 4);
+  write_shards();
   reference_run();
   threads();
   resuming();
@@ -316,6 +309,8 @@ int main() {
   reloading();
   pairing();
   refusing();
-  shell("rm -rf " + folder);
+  large_numbers();
+  long_run();
+  sizes();
   return finish();
 }

@@ -230,7 +230,6 @@ static void test_bad() {
   CHECK(refuses(open(folder.path), 1, "not a regular file"));
   CHECK_EQ(mkfifo((folder / "pipe").c_str(), 0600), 0);
   CHECK(refuses(open(folder / "pipe"), 1, "pipe: not a regular file"));
-  CHECK(refuses(open("/dev/full"), 1, "/dev/full: not a regular file"));
 
   TEST("refused: too few tokens for one window");
   const TokenData data = TokenData::from_glob(folder / "a.bin", 256);

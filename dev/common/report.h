@@ -4,6 +4,7 @@
 #include "../../data/stories.h"  // StoryMarks
 #include "check.h"    // format, human_bytes, human_count
 #include "config.h"   // Config, count_params
+#include "flops.h"    // training_flops
 #include "options.h"  // flag_table: the settings
 #include "shards.h"   // TokenData
 
@@ -18,7 +19,7 @@ inline std::string trim_end(std::string text) {
   return text;
 }
 inline std::string duration_text(double seconds) {  // "45s", "2m10s", "3h05m", "2d04h"
-  if (!(seconds >= 0 && seconds < 1e11)) return "?";
+  if (!(seconds >= 0 && seconds < 1e15)) return "?";
   const size_t s = size_t(seconds + 0.5);
   if (s < 60) return format("%zus", s);
   if (s < 3600) return format("%zum%02zus", s / 60, s % 60);
@@ -86,6 +87,20 @@ inline std::string schedule_table(const Options& o, size_t train_tokens) {
   if (train_tokens > 0) text += format(", %.2f epochs", tokens / double(train_tokens));
   return text + format("\n            learning rate up to %g in %zu steps, then down to %g\n", o.lr, o.warmup,
                        o.lr * o.min_lr_ratio);
+}
+
+// What the run costs, and how long that takes at `rate` operations a second, named by rate_name; 0: not known.
+inline std::string arithmetic_table(const Config& c, const Options& o, double rate,
+                                    const std::string& rate_name) {
+  const Flops f = training_flops(c, c.T);
+  const double all = f.total() * double(o.steps) * double(o.total_batch);
+  std::string text = "arithmetic  " + with_commas(size_t(f.total()));
+  const double percent = 100 / f.total();
+  text += format(" FLOP a token: matrices %.1f%%, attention %.1f%%, routes %.1f%%\n", percent * f.matmul,
+                 percent * f.attention, percent * f.routes);
+  text += format("            %.6g FLOP in all; ", all);
+  text += rate > 0 ? duration_text(all / rate) + " at " + rate_name : "time n/a: its peak rate is not known";
+  return text + "\n";
 }
 
 // ---- lines while running -------------------------------------------------------------------------------

@@ -160,4 +160,5 @@ inline void catch_stop_signals() {
   sigemptyset(&action.sa_mask);
   action.sa_flags = SA_RESTART;  // a signal must not cut a write short
   for (int signal : {SIGINT, SIGTERM}) sigaction(signal, &action, nullptr);
+  signal(SIGXFSZ, SIG_IGN);  // a file that may not grow any more is an error with a message, as a full disk is
 }

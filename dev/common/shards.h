@@ -69,9 +69,10 @@ struct TokenData {
     TokenData data;
     data.name = pattern;
     data.V = V;
-    data.shards.resize(found.gl_pathc);
-    for (size_t s = 0; s < found.gl_pathc; s++) fatal_if(open_shard(found.gl_pathv[s], &data.shards[s]));
+    const std::vector<std::string> paths(found.gl_pathv, found.gl_pathv + found.gl_pathc);
     globfree(&found);
+    data.shards.resize(paths.size());
+    for (size_t s = 0; s < paths.size(); s++) fatal_if(open_shard(paths[s], &data.shards[s]));
     return data;
   }
 

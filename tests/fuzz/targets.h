@@ -1,0 +1,375 @@
+// targets.h - everything that reads files or text from outside, each as a function of any bytes at all.
+//
+// A target may refuse its input (fatal, thrown here) but must not crash, run on, or ask for memory out of all
+// proportion; and what it accepts must have the properties it claims. tests/test_fuzz.cpp runs all targets on
+// their seeds and on changed seeds; tests/fuzz/fuzz.cpp hands one of them to libFuzzer (make fuzz).
+#pragma once
+#include <filesystem>
+#include <stdexcept>
+
+#include "dev/common/checkpoint.h"
+#include "dev/common/flags.h"
+#include "dev/common/json.h"
+#include "dev/common/log.h"
+#include "dev/common/report.h"
+#include "dev/common/shards.h"
+#include "dev/common/tokenizer.h"
+#include "tests/child.h"  // Scratch, write_file, read_file
+
+struct FuzzTarget {
+  const char* name;
+  std::vector<std::string> (*seeds)();
+  void (*run)(const std::string& input);  // throws Fatal: refused; std::logic_error: a property does not hold
+  bool refuses;  // a log is never refused: lines that are none of ours are dropped
+};
+
+// Unlike a check of a test, says so to whoever runs the target: libFuzzer keeps the input that does not hold.
+#define HOLDS(condition) \
+  if (!(condition)) throw std::logic_error(format("%s:%d: %s is false", __FILE__, __LINE__, #condition))
+
+namespace fuzz {
+
+// Files go where writing costs least.
+inline const Scratch& scratch() {
+  static const Scratch folder(access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp");
+  return folder;
+}
+
+// The first bytes of an input choose; the rest is what is read.
+struct Input {
+  std::string rest;
+  explicit Input(const std::string& bytes) : rest(bytes) {}
+  size_t byte() { return size_t(static_cast<unsigned char>(take(1)[0])); }
+  std::string take(size_t n) {  // zeros where there are no more
+    std::string head = rest.substr(0, n);
+    rest.erase(0, n);
+    head.resize(n);
+    return head;
+  }
+};
+
+inline std::string words(const std::vector<uint32_t>& numbers) {
+  return std::string(reinterpret_cast<const char*>(numbers.data()), 4 * numbers.size());
+}
+
+// ---- token shards: T - 1, V / 256, the file -------------------------------------------------------------
+
+inline std::string shard_file(int32_t magic, int32_t version, int32_t count,
+                              const std::vector<uint16_t>& tokens) {
+  std::string header = words({uint32_t(magic), uint32_t(version), uint32_t(count)});
+  header.resize(SHARD_HEADER);
+  return header + std::string(reinterpret_cast<const char*>(tokens.data()), 2 * tokens.size());
+}
+
+inline std::vector<std::string> shard_seeds() {
+  std::vector<uint16_t> tokens(23);
+  for (size_t i = 0; i < tokens.size(); i++) tokens[i] = uint16_t(i * 37);
+  const std::string good = shard_file(SHARD_MAGIC, SHARD_VERSION, 23, tokens);
+  std::vector<std::string> seeds;
+  for (const char* choice : {"\4\4", "\0\377", "\25\4", "\26\4"})
+    seeds.push_back(std::string(choice, 2) + good);
+  for (const std::string& file :
+       {shard_file(SHARD_MAGIC, SHARD_VERSION, 0, {}), shard_file(SHARD_MAGIC, 2, 23, tokens),
+        shard_file(SHARD_MAGIC, SHARD_VERSION, -1, tokens),
+        shard_file(SHARD_MAGIC, SHARD_VERSION, INT32_MAX, tokens), good.substr(0, 1000)})
+    seeds.push_back("\4\4" + file);
+  return seeds;
+}
+
+inline void run_shard(const std::string& bytes) {
+  Input input(bytes);
+  const size_t T = 1 + input.byte(), V = 1 + 256 * input.byte();
+  const std::string path = scratch() / "tokens.bin";
+  write_file(path, input.rest);
+  const TokenData data = TokenData::from_glob(path, V);
+  HOLDS(SHARD_HEADER + 2 * data.num_tokens() == input.rest.size());
+  data.require_window(T);
+  const size_t n = data.num_windows(T);
+  HOLDS(n * T < data.num_tokens());
+  std::vector<int> inputs(T), targets(T);
+  const auto at = [&](size_t i) {  // token i, as it stands in the file
+    uint16_t token;
+    memcpy(&token, &input.rest[SHARD_HEADER + 2 * i], 2);
+    return int(token);
+  };
+  for (size_t i = 0; i < std::min<size_t>(n, 20); i++) {
+    data.window(i, T, inputs.data(), targets.data());
+    for (size_t t = 0; t < T; t++) {
+      HOLDS(inputs[t] == at(i * T + t) && targets[t] == at(i * T + t + 1));
+      HOLDS(size_t(inputs[t]) < V && size_t(targets[t]) < V);
+    }
+  }
+  for (uint64_t k : {uint64_t(0), uint64_t(n), uint64_t(1) << 62})
+    training_example(data, T, 1, k, inputs.data(), targets.data());
+}
+
+// ---- tokenizer: length of a text, the text, the file ----------------------------------------------------
+
+inline std::string tokenizer_file(const std::vector<std::string>& tokens, uint32_t eot) {
+  std::string file = words({20240328, 2, uint32_t(tokens.size()), eot});
+  file.resize(1024);
+  for (const std::string& token : tokens) file += char(token.size()) + token;
+  return file;
+}
+
+inline std::vector<std::string> tokenizer_seeds() {
+  const std::string text = "a ab's  b\xc3\xa9\xff'll 12 \n\n";
+  const std::string head = char(text.size()) + text;
+  const std::vector<std::string> few = {"a", "b", " ", "ab", " ab", "'", "s", "\n", "aba", "b", "", "end"};
+  std::vector<std::string> all;
+  for (int b = 0; b < 256; b++) all.push_back(std::string(1, char(b)));
+  for (const char* merged : {" a", "ab", "'s", "\xc3\xa9", " ab", "  "}) all.push_back(merged);
+  all.push_back(std::string(255, 'a'));
+  return {head + tokenizer_file(all, 262),
+          head + tokenizer_file(few, 11),
+          "\2ab" + tokenizer_file(few, 11),
+          "\2ab" + tokenizer_file(few, 12),
+          "\2ab" + tokenizer_file(few, 11) + "more",
+          "\2ab" + tokenizer_file({"a", "b"}, 0),
+          head + tokenizer_file(all, 0).substr(0, 1300)};
+}
+
+inline void run_tokenizer(const std::string& bytes) {
+  Input input(bytes);
+  const std::string text = input.take(input.byte()), path = scratch() / "tokenizer.bin";
+  write_file(path, input.rest);
+  const Tokenizer tokenizer = Tokenizer::load(path);
+  HOLDS(tokenizer.size >= 2 && tokenizer.eot >= 0 && size_t(tokenizer.eot) < tokenizer.size);
+  size_t length = 1024;
+  for (size_t id = 0; id < tokenizer.size; id++) length += 1 + tokenizer.decode(int(id)).size();
+  HOLDS(length == input.rest.size());
+  const std::vector<int> ids = tokenizer.encode(text);
+  HOLDS(tokenizer.decode(ids) == text && ids.size() <= text.size());
+  for (int id : ids) HOLDS(id >= 0 && size_t(id) < tokenizer.size && id != tokenizer.eot);
+}
+
+// ---- safetensors: the file; then what a resumed run takes from it ----------------------------------------
+
+inline std::string safetensors_file(const std::string& header, size_t data_bytes) {
+  const uint64_t length = header.size();
+  return std::string(reinterpret_cast<const char*>(&length), 8) + header + std::string(data_bytes, '\1');
+}
+
+inline std::vector<std::string> safetensors_seeds() {
+  // A file of ours, checksum and all, with the metadata of a run.
+  std::vector<float> values(12, 0.5f);
+  const auto get = [&](size_t offset, size_t n, float* chunk) {
+    std::copy_n(values.begin() + std::ptrdiff_t(offset), n, chunk);
+  };
+  Options o = preset_options("tiny", Device::cpu);
+  Metadata metadata = saved_options(o);
+  for (const auto& field : config_to_metadata(model_config(o))) metadata[field.first] = field.second;
+  metadata["step"] = "7", metadata["tokens"] = "8960", metadata["data_position"] = "56";
+  const std::string path = scratch() / "seed.safetensors";
+  checkpoint_write(path, metadata, {{"model.wte", {3, 4}, get}, {"model.norm", {4}, get}});
+  const std::string two = R"({"a":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},)";
+  return {read_file(path),
+          safetensors_file("{}", 0),
+          safetensors_file(two + R"("b":{"dtype":"BF16","shape":[4],"data_offsets":[24,32]}})", 32),
+          safetensors_file(
+              two + R"("__metadata__":{"format":"pt","layers":"3","vocab":"99999999999999999999"}})", 24),
+          safetensors_file(
+              two + R"("b":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[24,28]}})", 28),
+          safetensors_file(
+              two + R"("b":{"dtype":"F32","shape":[0,18446744073709551615],"data_offsets":[24,24]}})", 24),
+          safetensors_file(R"({"\u00e9\ud83d\ude00\n":{"dtype":"F32","shape":[],"data_offsets":[0,4]}}   )", 4),
+          two};
+}
+
+inline void run_safetensors(const std::string& bytes) {
+  const std::string path = scratch() / "fuzzed.safetensors";
+  write_file(path, bytes);
+  const Checkpoint checkpoint = Checkpoint::open(path);
+  size_t total = 0;
+  for (const auto& tensor : checkpoint.tensors) {
+    total += tensor.second.end - tensor.second.begin;
+    if (!checkpoint.problem(tensor.first, tensor.second.shape).empty()) continue;
+    size_t n = 1, next = 0;
+    for (size_t d : tensor.second.shape) n *= d;
+    checkpoint.read(tensor.first, tensor.second.shape, [&](size_t offset, size_t count, const float*) {
+      HOLDS(offset == next);
+      next += count;
+    });
+    HOLDS(next == n);
+  }
+  HOLDS(checkpoint.data + total == bytes.size());  // every byte belongs to the header or to one tensor
+
+  Config config;
+  if (config_from_metadata(checkpoint.metadata, &config).empty())
+    HOLDS(config.C % config.NH == 0 && config.V >= 2);
+  Options o = preset_options("tiny", Device::cpu);
+  adopt_saved(o, checkpoint.metadata);
+  config = config_from(o, 257);
+  HOLDS(config.C % config.NH == 0);
+}
+
+// ---- JSON -----------------------------------------------------------------------------------------------
+
+inline std::string json_text(const Json& value) {
+  std::string text;
+  if (value.type == Json::string) return json_quote(value.text);
+  if (value.type == Json::array) {
+    for (const Json& item : value.values) text += (text.empty() ? "" : ",") + json_text(item);
+    return "[" + text + "]";
+  }
+  if (value.type != Json::object) return value.text;
+  for (size_t i = 0; i < value.names.size(); i++)
+    text += (text.empty() ? "" : ",") + json_quote(value.names[i]) + ":" + json_text(value.values[i]);
+  return "{" + text + "}";
+}
+
+inline std::vector<std::string> json_seeds() {
+  return {R"({"event":"step","step":12,"loss":-1.25e-3,"list":[1,[],{}],"ok":true,"none":null})",
+          R"(["\"\\\/\b\f\n\r\t\u0041\u00e9\u20ac\ud83d\ude00", "é€😀"])",
+          R"({"a":{"b":{"c":[[[[[[]]]]]]}}})",
+          "\"\\ud800\"",
+          "1e999",
+          "-",
+          "{\"a\":1,\"a\":2}",
+          "\"\xff\xc0\x80\"",
+          std::string(40, '[') + std::string(40, ']'),
+          "nul",
+          " 7 "};
+}
+
+inline void run_json(const std::string& bytes) {
+  Json value, again;
+  const std::string error = JsonParser::parse(bytes, &value);
+  if (!error.empty()) fatal(EXIT_ERROR, "%s", error.c_str());
+  const std::string text = json_text(value);
+  for (size_t at = 0, length; at < bytes.size(); at += length) {
+    uint32_t code;
+    length = utf8_decode(bytes, at, &code);
+    if (length == 0) return;  // what is no UTF-8 is replaced when it is written: two names may become one
+  }
+  HOLDS(JsonParser::parse(text, &again).empty());
+  HOLDS(json_text(again) == text);
+}
+
+// ---- the log of a resumed run: the step, the file ---------------------------------------------------------
+
+inline std::vector<std::string> log_seeds() {
+  std::string log = "{\"event\":\"config\",\"options\":{\"arch\":\"rd\"},\"parameters\":470016}\n";
+  for (int step = 1; step <= 4; step++)
+    log += format("{\"event\":\"step\",\"step\":%d,\"loss\":5.5%d}\n", step, step);
+  const std::string done = "{\"event\":\"done\",\"step\":4}\n";
+  return {"\2" + log,
+          "\4" + log + done,
+          "\11" + log + done + "{\"event\":\"step\",\"st",
+          "\2\n\n[]\n" + log + "rubbish\n" + log,
+          std::string(1, '\0') + log,
+          "\2{\"step\":-1}\n{\"step\":\"2\"}\n{\"step\":2.0}\n{\"event\":7}\n"};
+}
+
+inline std::vector<std::string> lines_of(const std::string& text) {  // those that end
+  std::vector<std::string> lines;
+  for (size_t at = 0, end; (end = text.find('\n', at)) != text.npos; at = end + 1)
+    lines.push_back(text.substr(at, end - at));
+  return lines;
+}
+
+inline void run_log(const std::string& bytes) {
+  Input input(bytes);
+  const size_t last = input.byte();
+  const std::string path = scratch() / "log.jsonl";
+  write_file(path, input.rest);
+  { Log log(scratch().path, last); }
+  const std::string kept = read_file(path);
+  const std::vector<std::string> before = lines_of(input.rest), after = lines_of(kept);
+  size_t from = 0;
+  for (const std::string& line : after) {  // lines of the old log, in their order, each whole
+    while (from < before.size() && before[from] != line) from++;
+    HOLDS(from++ < before.size());
+    Json event;
+    HOLDS(JsonParser::parse(line, &event).empty() && event.type == Json::object);
+    size_t step = 0;
+    HOLDS(!event.find("step") || (event.find("step")->as_count(&step) && step <= last));
+  }
+  {
+    Log log(scratch().path, last);
+    HOLDS(read_file(path) == kept);  // resuming twice drops nothing more
+    log.write(Event("step").add("step", last + 1));
+  }
+  HOLDS(lines_of(read_file(path)).size() == after.size() + 1);
+}
+
+// ---- the command line: 'g' for the GPU's, then words, each on a line --------------------------------------
+
+inline std::vector<std::string> flags_seeds() {
+  std::vector<std::string> seeds = {"c",
+                                    "g--dtype\nfp32\n--recompute",
+                                    "c--preset=s\n--dry-run",
+                                    "c--layers\n3\n--layers\n4",
+                                    "c--resume\nx\n--init-from\ny",
+                                    "c--train\n*.bin\n--steps\n1000000000000\n--total-batch\n1280"};
+  std::string all = "g";
+  for (const Flag& flag : flag_table()) {
+    const std::string name = std::string("--") + flag.name,
+                      choice = std::string(flag.value).substr(0, strcspn(flag.value, "|"));
+    if (is_switch(flag)) {
+      all += name + "\n";
+      continue;
+    }
+    const bool is_text = std::holds_alternative<std::string Options::*>(flag.member);
+    for (const std::string& value :
+         {is_text ? choice : number_text(flag.min), is_text ? "" : number_text(flag.max),
+          std::string("18446744073709551616"), std::string("-1e-999")})
+      seeds.push_back("c" + name + "=" + value);
+    if (!strcmp(flag.name, "init-from") || !strcmp(flag.name, "resume")) continue;
+    all += name + "\n" + flag_text(preset_options("s", Device::gpu), flag) + "\n";
+  }
+  seeds.push_back(all);
+  return seeds;
+}
+
+inline void run_flags(const std::string& bytes) {
+  Input input(bytes);
+  const Device device = input.byte() == 'g' ? Device::gpu : Device::cpu;
+  std::vector<std::string> arguments = {"train"};
+  std::istringstream lines(input.rest);
+  for (std::string line; std::getline(lines, line);) {
+    line = line.c_str();  // an argument ends at a zero byte
+    if (line != "--help" && line != "-h") arguments.push_back(line);  // prints and ends the program
+  }
+  std::vector<char*> argv;
+  for (std::string& argument : arguments) argv.push_back(&argument[0]);
+  Options o = parse_flags(int(argv.size()), argv.data(), device);
+  for (const Flag& flag : flag_table()) {  // what was understood is what the text says again
+    Options again;
+    HOLDS(set_flag(again, flag, flag_text(o, flag)).empty() || !o.given.count(flag.name));
+    HOLDS(flag_text(again, flag) == flag_text(o, flag) || !o.given.count(flag.name));
+  }
+  const Config config = config_from(o, 257);
+  HOLDS(config.C % config.NH == 0 && config.HS() % 2 == 0 && config.V >= 2);
+  HOLDS(o.total_batch % (o.batch * o.context) == 0 && o.total_batch > 0);
+  const ParamCount n = count_params(config);
+  HOLDS(n.total == n.embedding + n.layers + n.routes);
+  HOLDS(!settings_table(o).empty() && !model_table(config).empty() && !schedule_table(o, 1).empty());
+  Options resumed = preset_options(o.preset, device);  // what a checkpoint keeps of it, read back
+  adopt_saved(resumed, saved_options(o));
+  HOLDS(saved_options(resumed) == saved_options(o));
+}
+
+}  // namespace fuzz
+
+constexpr FuzzTarget FUZZ_TARGETS[] = {
+    {"shard", fuzz::shard_seeds, fuzz::run_shard, true},
+    {"tokenizer", fuzz::tokenizer_seeds, fuzz::run_tokenizer, true},
+    {"safetensors", fuzz::safetensors_seeds, fuzz::run_safetensors, true},
+    {"json", fuzz::json_seeds, fuzz::run_json, true},
+    {"log", fuzz::log_seeds, fuzz::run_log, false},
+    {"flags", fuzz::flags_seeds, fuzz::run_flags, true},
+};
+
+// True if the target accepted the input, false if it refused it with one line that says why.
+inline bool fuzz_one(const FuzzTarget& target, const std::string& input) {
+  fatal_throws = true;
+  try {
+    target.run(input);
+    return true;
+  } catch (const Fatal& refusal) {
+    HOLDS(!refusal.message.empty() && refusal.message.find('\n') == std::string::npos);
+    HOLDS(refusal.exit_code == EXIT_ERROR || refusal.exit_code == EXIT_USAGE);
+    return false;
+  }
+}

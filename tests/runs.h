@@ -1,0 +1,164 @@
+// runs.h - for tests of whole runs: starts ./train_rdattnres_cpu as a user does, on a small model and made-up
+// shards, and reads what a run leaves.
+#pragma once
+#include <csignal>
+#include <cstdlib>
+#include <fstream>
+#include <map>
+#include <sstream>
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "dev/common/json.h"  // Json
+#include "dev/common/random.h"  // philox: made-up tokens
+#include "dev/common/safetensors.h"  // Checkpoint
+#include "dev/common/shards.h"  // SHARD_MAGIC
+#include "tests/child.h"  // Scratch
+
+inline const Scratch scratch;  // of this test, removed at its end
+inline const std::string& folder = scratch.path;
+#ifndef TRAINER_PATH
+#define TRAINER_PATH "./train_rdattnres_cpu"
+#endif
+inline const char* const TRAINER = TRAINER_PATH;
+
+struct Result {
+  int status;
+  std::string text;
+};  // exit status; stdout and stderr together
+
+inline Result shell(const std::string& command) {
+  Result result = {-1, ""};
+  FILE* pipe = popen(("export OMP_WAIT_POLICY=passive; (" + command + ") 2>&1").c_str(), "r");
+  if (!pipe) return result;
+  char chunk[4096];
+  for (size_t n; (n = fread(chunk, 1, sizeof chunk, pipe)) > 0;) result.text.append(chunk, n);
+  const int status = pclose(pipe);
+  result.status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+  return result;
+}
+
+// A run of the small model, or of what `flags` ("--name value ...") makes of it: the trainer takes a flag once.
+// Odd sizes on purpose: no dimension is a multiple of a tile. 2 x 37 tokens a batch, two batches a step.
+inline std::string command(const std::string& out, const std::string& flags) {
+  std::map<std::string, std::string> values;
+  std::istringstream words(
+      "--layers 3 --width 48 --heads 3 --ffn 40 --block-size 4 --context 37 --vocab 131 --batch 2 "
+      "--total-batch 148"
+      " --lr 0.01 --query-lr-mult 10 --val-tokens 400 --val-every 0 --sample-tokens 0 --checkpoint-every 0 "
+      "--keep 0"
+      " --train '" +
+      folder + "/train_*.bin' --val '" + folder + "/val_*.bin' --out " + folder + "/" + out + " " + flags);
+  std::string name, word;
+  while (words >> word) {
+    if (word.compare(0, 2, "--") == 0) values[name = word] = "";
+    else values[name] = word;
+  }
+  std::string text = TRAINER;
+  for (const auto& flag : values) text += " " + flag.first + " " + flag.second;
+  return text;
+}
+inline Result train(const std::string& out, const std::string& flags, const std::string& environment = "") {
+  return shell(environment + " " + command(out, flags));
+}
+
+inline void write_shard(const std::string& name, size_t num_tokens, uint64_t seed) {
+  std::vector<int32_t> header(256);
+  header[0] = SHARD_MAGIC, header[1] = SHARD_VERSION, header[2] = int32_t(num_tokens);
+  std::ofstream file(folder + "/" + name, std::ios::binary);
+  file.write(reinterpret_cast<const char*>(header.data()), 1024);
+  for (size_t i = 0; i < num_tokens; i++) {  // each token hints at the next: there is something to learn
+    const uint16_t token = uint16_t((i * 7 + philox(seed, STREAM_TEST, i).x[0] % 5) % 131);
+    file.write(reinterpret_cast<const char*>(&token), 2);
+  }
+}
+
+// Three training shards of 5 + 9 + 3 = 17 windows, one of validation.
+inline void write_shards() {
+  write_shard("train_0.bin", 5 * 37 + 1, 1), write_shard("train_1.bin", 9 * 37 + 36, 2),
+      write_shard("train_2.bin", 3 * 37 + 2, 3);
+  write_shard("val_0.bin", 11 * 37 + 1, 4);
+}
+
+// A command that runs beside the test; what it prints goes to the file.
+class Process {
+ public:
+  Process(const std::string& line, const std::string& output) {
+    fflush(nullptr);
+    id = fork();
+    if (id != 0) return;
+    const std::string text = "export OMP_WAIT_POLICY=passive; exec " + line + " > '" + output + "' 2>&1";
+    execl("/bin/sh", "sh", "-c", text.c_str(), static_cast<char*>(nullptr));
+    _exit(127);
+  }
+  bool running() {
+    if (id > 0 && waitpid(id, &state, WNOHANG) == id) id = 0;
+    return id > 0;
+  }
+  void signal(int number) {
+    if (running()) kill(id, number);
+  }  // a number that has ended may be another's by now
+  int wait() {  // exit status; 128 + signal if a signal ended it
+    if (id > 0) waitpid(id, &state, 0);
+    id = 0;
+    return WIFEXITED(state) ? WEXITSTATUS(state) : 128 + WTERMSIG(state);
+  }
+  pid_t id = 0;
+
+ private:
+  int state = 127 << 8;
+};
+
+// All tensors of a checkpoint, by name. Empty if it cannot be opened.
+inline std::map<std::string, std::vector<float>> tensors(const std::string& path) {
+  std::map<std::string, std::vector<float>> all;
+  Checkpoint checkpoint;
+  const std::string error = checkpoint.try_open(path);
+  if (!error.empty()) {
+    printf("  %s\n", error.c_str());
+    return all;
+  }
+  for (const auto& entry : checkpoint.tensors) {
+    std::vector<float>& values = all[entry.first];
+    checkpoint.read(entry.first, entry.second.shape, [&](size_t, size_t n, const float* chunk) {
+      values.insert(values.end(), chunk, chunk + n);
+    });
+  }
+  return all;
+}
+inline std::string checkpoint_of(const std::string& out, size_t step) {
+  return folder + "/" + out + format("/ckpt_%08zu.safetensors", step);
+}
+
+// Two checkpoints hold the same bits in every parameter and moment.
+inline bool same_bits(const std::string& a, const std::string& b) {
+  const auto x = tensors(a), y = tensors(b);
+  if (x.empty() || x.size() != y.size()) return false;
+  for (const auto& entry : x) {
+    const auto other = y.find(entry.first);
+    if (other == y.end() || other->second.size() != entry.second.size()) return false;
+    if (memcmp(entry.second.data(), other->second.data(), entry.second.size() * sizeof(float)) != 0) {
+      printf("  differs in %s\n", entry.first.c_str());
+      return false;
+    }
+  }
+  return true;
+}
+
+// The values of one field of one kind of event, as written, in the order of the log.
+inline std::vector<std::string> log_field(const std::string& out, const std::string& event,
+                                          const std::string& field) {
+  std::vector<std::string> values;
+  std::ifstream log(folder + "/" + out + "/log.jsonl");
+  for (std::string line; std::getline(log, line);) {
+    Json json;
+    if (!JsonParser::parse(line, &json).empty()) {
+      values.push_back("bad line: " + line);
+      continue;
+    }
+    const Json *name = json.find("event"), *value = json.find(field);
+    if (name && name->text == event && value) values.push_back(value->text);
+  }
+  return values;
+}

@@ -1,0 +1,211 @@
+// test_crash.cpp - whole runs that are killed, stopped twice, or lose their disk: the previous checkpoint
+// always loads, going on from it gives the bits of a run that was left alone, and nothing fails in silence.
+//
+// CRASH_KILLS=50 in the environment: so many kills instead of 10.
+#include <chrono>
+#include <csignal>
+
+#include <sys/resource.h>
+#include <sys/stat.h>
+
+#include "dev/common/run.h"  // list_checkpoints
+#include "tests/check.h"
+#include "tests/runs.h"
+
+static const std::string EVERY_STEP = " --checkpoint-every 1 --keep 1";
+
+// Steps of the checkpoints in a run's folder. Every one must be whole.
+static std::vector<size_t> whole_checkpoints(const std::string& out) {
+  if (!is_folder(folder + "/" + out)) return {};
+  const std::vector<size_t> steps = list_checkpoints(folder + "/" + out);
+  for (size_t step : steps) {
+    Checkpoint checkpoint;
+    CHECK_EQ(checkpoint.try_open(checkpoint_of(out, step)), "");
+  }
+  return steps;
+}
+static bool half_written(const std::string& out) {
+  if (!is_folder(folder + "/" + out)) return false;
+  for (const auto& entry : std::filesystem::directory_iterator(folder + "/" + out))
+    if (entry.path().extension() == ".tmp") return true;
+  return false;
+}
+static std::string resume(const std::string& out) {
+  return std::string(TRAINER) + " --resume " + folder + "/" + out;
+}
+
+static void check_ok(const Result& result) {
+  if (!CHECK_EQ(result.status, 0)) printf("%s\n", result.text.c_str());
+}
+
+// The run that everything is compared with.
+static void reference(size_t steps) {
+  TEST("the run that is left alone");
+  check_ok(train("whole", format("--steps %zu --checkpoint-every 3", steps)));
+}
+
+// ---- kill -9 ---------------------------------------------------------------------------------------------
+
+static void killed(size_t steps, size_t kills) {
+  TEST(format("kill -9 at %zu random moments, a checkpoint every step, --keep 1: the same bits at the end",
+              kills));
+  size_t during_writing = 0, newest = 0, lives = 0;
+  const std::string file = folder + "/killed.txt";
+  for (; lives < kills; lives++) {
+    // A run that has no checkpoint yet starts anew; one that has must be able to go on.
+    const std::string line =
+        newest == 0 ? command("killed", format("--steps %zu", steps) + EVERY_STEP) : resume("killed");
+    Process run(line, file);
+    // Kill it while it starts and reads its checkpoint, or as soon as a checkpoint is being written, or at any
+    // moment of the three steps after the first.
+    const size_t moment = lives % 3;
+    const auto waiting = [&] {
+      if (moment == 1) return !half_written("killed");
+      return moment == 2 && access(checkpoint_of("killed", newest + 1).c_str(), F_OK) != 0;
+    };
+    while (run.running() && waiting()) continue;
+    if (moment != 1) usleep(useconds_t(philox(7, STREAM_TEST, lives).x[0] % (moment == 0 ? 30000 : 12000)));
+    run.signal(SIGKILL);
+    if (run.wait() != 128 + SIGKILL) {  // it came to its end before
+      printf("%s\n", read_file(file).c_str());
+      CHECK(!"the run ended by itself: it needs more steps");
+      return;
+    }
+    const std::vector<size_t> left = whole_checkpoints("killed");
+    during_writing += half_written("killed");
+    CHECK(newest == 0 || !left.empty());
+    if (!left.empty()) CHECK(left.back() >= newest), newest = left.back();
+  }
+  printf("  %zu of %zu kills left a file half written; the last came after step %zu of %zu\n", during_writing,
+         kills, newest, steps);
+  CHECK(newest > 0 && newest < steps && during_writing > 0);
+  check_ok(shell(resume("killed")));
+  CHECK(same_bits(checkpoint_of("killed", steps), checkpoint_of("whole", steps)));
+  CHECK(log_field("killed", "step", "loss") == log_field("whole", "step", "loss"));
+  CHECK_EQ(whole_checkpoints("killed").size(), 1u);
+  CHECK(!half_written("killed"));
+}
+
+// ---- disks -----------------------------------------------------------------------------------------------
+
+static bool mount_at(const std::string& place, const std::string& options) {
+  std::filesystem::create_directory(place);
+  return system(("mount -t tmpfs -o " + options + " tmpfs " + place + " 2>/dev/null").c_str()) == 0;
+}
+
+// The run stopped with one line that names the file, at a step > 0; its last checkpoint is whole and, once
+// there is room again, the run goes on to the same bits.
+static void goes_on(const std::string& out, size_t steps, const Result& stopped, const std::string& message) {
+  CHECK_EQ(stopped.status, 1);
+  if (!CHECK(stopped.text.find(message) != std::string::npos)) printf("%s\n", stopped.text.c_str());
+  const std::vector<size_t> left = whole_checkpoints(out);
+  CHECK_EQ(left.size(), 1u);
+  CHECK(!half_written(out));
+  check_ok(shell(resume(out)));
+  CHECK(same_bits(checkpoint_of(out, steps), checkpoint_of("whole", steps)));
+}
+
+static void disk_full(size_t steps) {
+  const size_t bytes = read_file(checkpoint_of("whole", steps)).size();
+  const std::string flags = format("--steps %zu", steps) + EVERY_STEP;
+
+  TEST("a disk that fills up: the run ends with a message, its last checkpoint is whole, and it can go on");
+  if (!mount_at(folder + "/small",
+                format("size=%zu", bytes * 3 / 2))) {  // room for one checkpoint, not for two
+    SKIP("cannot mount a tmpfs here");
+  } else {
+    const Result stopped = train("small", flags);
+    CHECK_EQ(system(("mount -o remount,size=64m " + folder + "/small").c_str()), 0);
+    goes_on("small", steps, stopped, "small/ckpt_00000002.safetensors: cannot write: No space left on device");
+    TEST("a disk that can only be read: refused at the start, nothing changed");
+    CHECK_EQ(system(("mount -o remount,ro " + folder + "/small").c_str()), 0);
+    const Result refused = shell(resume("small") + format(" --steps %zu", steps + 1));
+    CHECK_EQ(refused.status, 1);
+    if (!CHECK(refused.text.find("cannot open: Read-only file system") != std::string::npos))
+      printf("%s\n", refused.text.c_str());
+    CHECK_EQ(whole_checkpoints("small").size(), 1u);
+    CHECK_EQ(system(("umount " + folder + "/small").c_str()), 0);
+  }
+
+  TEST("a file that may not grow to the size of a checkpoint: a message, not the death by a signal");
+  shell("cd " + folder + "; mkdir limited; cp whole/log.jsonl whole/ckpt_00000003.safetensors limited");
+  const Result stopped =
+      shell(format("ulimit -f %zu; ", bytes / 2048) + resume("limited"));
+  goes_on("limited", steps, stopped, "limited/ckpt_00000006.safetensors: cannot write: File too large");
+}
+
+static void folder_lost(size_t steps) {
+  TEST("a folder that vanishes during the run: the next checkpoint ends it with a message");
+  Process run(command("lost", "--steps 100000" + EVERY_STEP), folder + "/lost.txt");
+  while (run.running() && access(checkpoint_of("lost", 3).c_str(), F_OK) != 0) usleep(500);
+  std::filesystem::rename(folder + "/lost", folder + "/moved");
+  CHECK_EQ(run.wait(), 1);
+  const std::string text = read_file(folder + "/lost.txt");
+  if (!CHECK(text.find("error: " + folder + "/lost") != std::string::npos)) printf("%s\n", text.c_str());
+  CHECK(text.find("No such file or directory") != std::string::npos);
+  CHECK(!is_folder(folder + "/lost"));
+  CHECK(!whole_checkpoints("moved").empty());
+
+  TEST("a folder that may not be written to");
+  if (geteuid() == 0) {
+    SKIP("root may write anywhere; a file system mounted read-only is tested above");
+    return;
+  }
+  check_ok(train("closed", format("--steps %zu", steps)));
+  std::filesystem::permissions(folder + "/closed",
+                               std::filesystem::perms::owner_read | std::filesystem::perms::owner_exec);
+  const Result refused = shell(resume("closed") + format(" --steps %zu", steps + 1));
+  std::filesystem::permissions(folder + "/closed", std::filesystem::perms::owner_all);
+  CHECK_EQ(refused.status, 1);
+  CHECK(refused.text.find("Permission denied") != std::string::npos);
+  CHECK_EQ(whole_checkpoints("closed").size(), 1u);
+}
+
+// ---- two runs, two signals -------------------------------------------------------------------------------
+
+static void second_run() {
+  TEST("a second run in the folder of a running one is refused; the first goes on undisturbed");
+  Process first(command("shared", "--steps 60" + EVERY_STEP), folder + "/shared.txt");
+  while (first.running() && access(checkpoint_of("shared", 1).c_str(), F_OK) != 0) usleep(500);
+  for (const std::string& second : {command("shared", "--steps 60"), resume("shared")}) {
+    const Result refused = shell(second);
+    CHECK_EQ(refused.status, 1);
+    const std::string message = format("in use by another run (process %d)", int(first.id));
+    if (!CHECK(refused.text.find(message) != std::string::npos)) printf("%s\n", refused.text.c_str());
+  }
+  CHECK_EQ(first.wait(), 0);
+  CHECK_EQ(log_field("shared", "step", "step").size(), 60u);
+}
+
+static void second_signal() {
+  TEST("a second Ctrl-C ends the run at once, in the middle of a step, with status 130; the folder is whole");
+  // One step of 2,000 batches: it lasts long enough for both signals to fall into it.
+  check_ok(train("twice", "--steps 1" + EVERY_STEP));
+  Process run(resume("twice") + " --steps 3 --total-batch 148000", folder + "/twice.txt");
+  while (run.running() && read_file(folder + "/twice.txt").find("learning rate up to") == std::string::npos)
+    usleep(500);
+  usleep(100000);  // past the start, into the step
+  run.signal(SIGINT);
+  usleep(20000);
+  CHECK(run.running());
+  const auto before = std::chrono::steady_clock::now();
+  run.signal(SIGINT);
+  CHECK_EQ(run.wait(), 130);
+  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - before).count();
+  printf("  ended %.4f s after the second signal\n", seconds);
+  CHECK(seconds < 0.5);
+  CHECK(whole_checkpoints("twice") == std::vector<size_t>{1});
+  CHECK(!half_written("twice"));
+}
+
+int main() {
+  const size_t kills = getenv("CRASH_KILLS") ? size_t(atoll(getenv("CRASH_KILLS"))) : 10;
+  write_shards();
+  reference(40 + 6 * kills);
+  killed(40 + 6 * kills, kills);
+  disk_full(40 + 6 * kills);
+  folder_lost(20);
+  second_run();
+  second_signal();
+  return finish();
+}
