@@ -54,7 +54,7 @@ GENCODE  := $(if $(GPU_ARCH),-gencode arch=compute_$(GPU_ARCH)$(COMMA)code=sm_$(
               -gencode arch=compute_80$(COMMA)code=sm_80 -gencode arch=compute_90$(COMMA)code=[sm_90$(COMMA)compute_90])
 NVFLAGS  := -std=c++17 -O3 -I. $(GENCODE) -Xcompiler -Wall,-Wextra,-Wno-unknown-pragmas -lcublasLt -ldl
 
-.PHONY: all bench bench_gpu train train_emulated test test_gpu fuzz ptxas doc paired help clean found need_nvcc
+.PHONY: all bench bench_gpu train train_emulated test test_gpu fuzz tidy ptxas doc paired help clean found need_nvcc
 all: found train_rdattnres_cpu
 
 found:
@@ -151,6 +151,11 @@ test: all data/text_to_shards $(TESTS) $(filter $(BUILD)/%,$(SANITIZED)) $(EMULA
 fuzz: $(if $(shell command -v clang++),$(FUZZERS) $(BUILD)/test_fuzz_asan)
 	@bash tests/fuzz/run.sh $(or $(FUZZ_SECONDS),60) $(FUZZERS)
 
+# clang-tidy with .clang-tidy: what goes wrong with index arithmetic. The CUDA file through the emulator's headers.
+tidy:
+	clang-tidy --quiet train_rdattnres_cpu.cpp data/text_to_shards.cpp -- -std=c++17 -I. -Wno-unknown-pragmas
+	clang-tidy --quiet train_rdattnres.cu -- -x c++ -std=c++17 -Idev/emulator -I. -Wno-unknown-pragmas
+
 # The same CUDA tests on a real card.
 test_gpu: $(BUILD)/test_cuda_layers_gpu $(BUILD)/test_cuda_model_gpu
 	@nvidia-smi -L || { echo "no GPU: these tests need one; make test runs them through the emulator"; exit 1; }
@@ -182,6 +187,7 @@ help:
 	@echo "make train              train the tiny preset on generated stories; ARGS='--seed 2' adds flags"
 	@echo "make test               run every test; ends with: N passed, N failed, N skipped"
 	@echo "make fuzz               libFuzzer on every reader of files and flags, a minute each; FUZZ_SECONDS=600"
+	@echo "make tidy               clang-tidy: index arithmetic and mistakes of that kind"
 	@echo "make data/text_to_shards  the tool that turns text into token shards"
 	@echo "make train_rdattnres    the CUDA trainer; needs nvcc. GPU_ARCH=90 names the architecture; default: the card's,"
 	@echo "                        or code for 8.0 and 9.0 and PTX where there is no card"

@@ -992,6 +992,78 @@ void test_adamw() {
   }
 }
 
+// A million updates one after the other, each at the schedule's rate, beside the same loop in double. A step rounds
+// the parameter once and the update a few times; decay lets old errors fade. `bound` adds that up.
+void test_million_steps() {
+  TEST("AdamW over a million steps of a schedule does not drift from the same loop in double");
+  constexpr size_t N = 3, STEPS = 1000000;
+  const double decay = 0.1, size[N] = {1, 1e-3, 1e3};
+  float p[N] = {1, -2, 0.5f}, m[N] = {}, v[N] = {}, g[N];
+  double exact_p[N] = {1, -2, 0.5}, exact_m[N] = {}, exact_v[N] = {}, bound[N] = {}, worst = 0;
+  for (size_t step = 1; step <= STEPS; step++) {
+    const double lr = learning_rate(step - 1, STEPS, 1000, 1e-3, 0.1);
+    for (size_t i = 0; i < N; i++) g[i] = float(size[i] * (std::sin(0.1 * double(step)) + 0.2));
+    Float::adamw(p, m, v, g, N, 1, lr, decay, step);
+    const double correct1 = 1 - std::pow(0.9, double(step)), correct2 = 1 - std::pow(0.95, double(step));
+    for (size_t i = 0; i < N; i++) {
+      const double gi = double(g[i]);
+      exact_m[i] = 0.9 * exact_m[i] + 0.1 * gi, exact_v[i] = 0.95 * exact_v[i] + 0.05 * gi * gi;
+      const double update = lr * (exact_m[i] / correct1) / (std::sqrt(exact_v[i] / correct2) + 1e-8);
+      exact_p[i] -= update + lr * decay * exact_p[i];
+      bound[i] = bound[i] * (1 - lr * decay) + epsilon<float>() * (std::fabs(exact_p[i]) + ROUNDINGS * lr);
+      const double error = std::fabs(double(p[i]) - exact_p[i]);
+      worst = std::fmax(worst, error / bound[i]);
+      if (!CHECK(error <= bound[i])) return;
+    }
+  }
+  // Running means: each step's rounding fades with the mean itself.
+  for (size_t i = 0; i < N; i++) {
+    CHECK_CLOSE(m[i], exact_m[i], ROUNDINGS * epsilon<float>() / 0.1 * size[i]);
+    CHECK_CLOSE(v[i], exact_v[i], ROUNDINGS * epsilon<float>() / 0.05 * size[i] * size[i]);
+  }
+  printf("  parameters %.6g %.6g %.6g; error at most %.2f of what rounding allows\n", double(p[0]), double(p[1]),
+         double(p[2]), worst);
+}
+
+// Every softmax of the model at once: routes, attention and classifier with logits past 1e4, then the sampler.
+void test_extremes() {
+  for (Arch arch : ARCHS) {
+    TEST(std::string("logits past 1e4 in routes, attention and classifier: all finite: ") + name_of(arch));
+    const Config c = full_config(arch, 4);
+    Params<double> params = random_params(c, 53);
+    for (auto& tensor : params) {
+      const bool query = tensor.first == "attn_route_qk" || tensor.first == "attn_route_v" ||
+                         tensor.first == "mlp_route" || tensor.first == "out_route";
+      const double scale = query ? 1e5 : tensor.first == "wqk" ? 300 : tensor.first == "final_norm" ? 1e4 : 1;
+      for (double& w : tensor.second) w *= scale;
+    }
+    const size_t B = 2, BT = B * c.T;
+    const Batch batch(c, B, 54);
+    Float::Model m = make_model<Float>(c, B, params);
+    const double loss = Float::loss_and_gradients(m, batch.tokens.data(), batch.targets.data(), B, c.T, 1);
+    const std::vector<float> logits = logits_of(m, BT), lse = all_of(m.acts.lse, c.L * c.NH * BT);
+    const double largest = double(*std::max_element(logits.begin(), logits.end()));
+    const double score = double(*std::max_element(lse.begin(), lse.end()));
+    size_t reads = 0, one_hot = 0;
+    for (size_t i = 0; c.has_routes() && i <= c.sublayers(); i++) {
+      const Float::Site site = Float::site_at(m, i, BT);
+      for (size_t row = 0; site.K > 1 && row < site.R * BT; row++, reads++)
+        one_hot += *std::max_element(site.p + row * site.K, site.p + (row + 1) * site.K) == 1;
+    }
+    printf("  loss %.4g, logits to %.3g, scores to %.3g, %zu of %zu reads one-hot\n", loss, largest, score, one_hot,
+           reads);
+    CHECK(std::isfinite(loss) && loss > 1e3 && largest > 1e4 && score > 1e4);
+    CHECK(2 * one_hot >= reads);
+    CHECK_EQ(Float::find_non_finite(c, m.grads), "");
+    CHECK(std::isfinite(Float::norm(m)));
+    std::vector<float> next;
+    Float::next_token_logits(m, batch.tokens, next);
+    const int token = sample_token(next.data(), c.V, 1, 0, 1, 0.5);
+    CHECK(token >= 0 && next[size_t(token)] > *std::max_element(next.begin(), next.end()) - 100);
+    Float::free(m);
+  }
+}
+
 // One whole step: which examples, the mean of the losses, the norm, clipping, and the update, put together by
 // hand.
 void test_train_step() {
@@ -1231,6 +1303,8 @@ int main() {
   test_padding();
   test_decay();
   test_adamw();
+  test_million_steps();
+  test_extremes();
   test_train_step();
   test_grad_norm();
   test_find_non_finite();

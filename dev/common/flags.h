@@ -103,7 +103,7 @@ inline Options parse_flags(int argc, char** argv, Device device) {
   const std::vector<Argument> arguments = split_arguments(argc, argv, device);
   Options o;
   for (const Argument& a : arguments)  // the preset first, wherever it stands: the others override it
-    if (a.flag == find_flag("preset")) set_or_die(o, *a.flag, a.value);
+    if (!strcmp(a.flag->name, "preset")) set_or_die(o, *a.flag, a.value);
   o = preset_options(o.preset, device);
   for (const Argument& a : arguments) set_or_die(o, *a.flag, a.value);
   for (const char* name : {"train", "val", "test", "tokenizer", "out", "resume", "init-from"})
