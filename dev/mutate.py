@@ -115,9 +115,9 @@ class Tree:
 
 def source_of_test(test):
     stem, _, build = test.rpartition("_")
-    if build in ("fast", "asan", "race"):  # CUDA code in one of the emulator's builds
-        return "tests/test_%s.cu" % stem
-    return "tests/test_%s.cpp" % test
+    if build in ("fast", "race") or (build == "asan" and stem.startswith(("cuda", "emulator"))):
+        return "tests/test_%s.cu" % stem  # CUDA code in one of the emulator's builds
+    return "tests/test_%s.cpp" % (stem if build in ("asan", "tsan") else test)
 
 
 def source_of(file):
