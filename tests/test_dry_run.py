@@ -54,9 +54,9 @@ def expected(c):
         BT * (C + routed) * (2 * L + 1) + weights * BT        # stream and its rms, weights of the routes
         + L * BT * (3 * C + C + NH + 2 * F)                   # q, k, v; attention; its lse; gate, up
         + BT * C * (reads + (c["arch"] == "average")) * routed + BT * C * reads  # mixes; normalised
-        + BT * F + HELD_IN_CLASSIFIER * Vp + BT               # act, logits, losses
+        + BT * F + HELD_IN_CLASSIFIER * Vp + BT               # act and its gradient, logits, losses
         + BT * C * (-(-2 * L // S) + 1 if routed else 1)      # gradients: the bank,
-        + BT * C * (reads + 2 + 3 + 1) + 3 * BT * F)          # mixes, inputs, q k v, attention; gate, up, act
+        + BT * C * (reads + 2 + 3 + 1))                       # mixes, inputs, q k v, attention
     flops = 3 * (2 * (matrices + V * C) + 2 * L * C * (T + 1) + 4 * C * weights)
     return dict(family=family, embedding=V * C, layers=layers, routes=route_vectors, matrices=matrices + Vp * C,
                 activations=activations, flops=flops)
