@@ -1,4 +1,4 @@
-// ladders.cu - all kernel ladders in one program: to include the trainer is most of the compilation.
+// ladders.cu - all kernel ladders in one program, so that the trainer is compiled once.
 //
 //   make bench_gpu                       on a GPU: check, then time every rung; a table and bench_gpu.jsonl
 //   build/ladders_gpu adamw              one ladder, or several
