@@ -26,6 +26,9 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 MUTANTS = os.path.join(ROOT, "dev", "mutants.txt")
 MINIMUM_LIMIT = 30  # seconds, however short a test usually is
 
+# What a test runs besides itself.
+PROGRAMS = {"run": ["train_rdattnres_cpu"], "crash": ["train_rdattnres_cpu"], "data_tools": ["data/text_to_shards"]}
+
 Fault = namedtuple("Fault", "line what file tests old new")  # line: where it stands in mutants.txt
 
 
@@ -63,14 +66,14 @@ class Tree:
             shutil.copy(os.path.join(ROOT, name), folder)
         for name in ("dev/common", "dev/emulator", "data", "tests"):
             shutil.copytree(os.path.join(ROOT, name), os.path.join(folder, name),
-                            ignore=shutil.ignore_patterns("__pycache__", "*.bin", "*.py"))
+                            ignore=shutil.ignore_patterns("__pycache__", "*.bin"))
 
     def path(self, name):
         return os.path.join(self.folder, name)
 
     def build(self, test):
         """None, or what the compiler said."""
-        targets = ["build/test_" + test] + (["train_rdattnres_cpu"] if test in ("run", "crash") else [])  # which it runs
+        targets = PROGRAMS.get(test, []) + ([] if is_script(test) else ["build/test_" + test])
         result = subprocess.run(["make", "-s", "CXXFLAGS=" + self.flags] + targets, cwd=self.folder,
                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True)
         return None if result.returncode == 0 else result.stdout
@@ -79,7 +82,8 @@ class Tree:
         """Stops at the first failure. Returns ("passed" or why not, seconds)."""
         start = time.time()
         environment = dict(os.environ, OMP_WAIT_POLICY="passive")
-        process = subprocess.Popen(["build/test_" + test], cwd=self.folder, env=environment,
+        command = [sys.executable, source_of_test(test)] if is_script(test) else ["build/test_" + test]
+        process = subprocess.Popen(command, cwd=self.folder, env=environment,
                                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True,
                                    errors="replace", start_new_session=True)
         self.running = process
@@ -113,7 +117,13 @@ class Tree:
             pass
 
 
+def is_script(test):
+    return os.path.exists(os.path.join(ROOT, "tests", "test_%s.py" % test))
+
+
 def source_of_test(test):
+    if is_script(test):
+        return "tests/test_%s.py" % test
     stem, _, build = test.rpartition("_")
     if build in ("fast", "race") or (build == "asan" and stem.startswith(("cuda", "emulator"))):
         return "tests/test_%s.cu" % stem  # CUDA code in one of the emulator's builds

@@ -6,6 +6,7 @@
 import contextlib
 import functools
 import glob
+import gzip
 import hashlib
 import http.server
 import importlib.util
@@ -59,6 +60,17 @@ def read_split(folder, split, name="text"):
     paths = sorted(glob.glob(f"{folder}/{name}_{split}_*.bin"))
     assert paths == [f"{folder}/{name}_{split}_{i:06d}.bin" for i in range(len(paths))], paths
     return [read_shard(path) for path in paths]
+
+
+def greedy(documents, limit):
+    """Shards of at most `limit` tokens: as many documents as fit, each with an end-of-text in front."""
+    shards = [[]]
+    for document in documents:
+        tokens = [EOT] + list(document)
+        if shards[-1] and len(shards[-1]) + len(tokens) > limit:
+            shards.append([])
+        shards[-1] += tokens
+    return shards
 
 
 def documents_of(shards, eot=EOT):
@@ -148,7 +160,8 @@ def test_text_to_shards():
         for flag, text, want in [
             ("<|>", b"a\n\nb<|>c<|><|>\n<|>d\n", [b"a\n\nb", b"c", b"d"]), ("\\n", b"a\nb\n\nc", [b"a", b"b", b"c"]),
             ("\\n---\\n", b"a\n---\nb---c\n----\nd", [b"a", b"b---c\n----\nd"]), ("\\t", b"a\\tb\tc", [b"a\\tb", b"c"]),
-            ("\\\\t", b"a\\tb\tc", [b"a", b"b\tc"]), ("aab", b"xaaaabyaab", [b"xaa", b"y"])]:
+            ("\\\\t", b"a\\tb\tc", [b"a", b"b\tc"]), ("\\r\\n", b"a\r\nb\nc", [b"a", b"b\nc"]),
+            ("aab", b"xaaaabyaab", [b"xaa", b"y"])]:
             got = train_only(text, "--separator", flag)
             assert got == want, f"{flag}: got {got}, want {want}"
 
@@ -177,10 +190,43 @@ def test_text_to_shards():
         run(TOOL, "--out", folder + "/many", "--val", 0, "--test", 0, "--shard-tokens", 1000, "--name", "many", path)
         [whole], shards = read_split(folder + "/one", "train"), read_split(folder + "/many", "train", "many")
         assert sum(shards, []) == whole and documents_of(shards) == documents
+        assert shards == greedy(documents, 1000)
         alone = [s for s in shards if len(s) > 1000]
         assert len(alone) == 1 and len(alone[0]) == 1501 and alone[0].count(EOT) == 1
-        assert all(len(a) + b[1:].index(EOT) + 1 > 1000 for a, b in zip(shards, shards[1:]) if EOT in b[1:])
         print(f"     {len(shards)} shards of at most 1000 tokens")
+        # Documents of ten tokens each fill a shard of 100 to the last place, and leave one free in one of 101.
+        tens = [b"%09d" % i for i in range(40)]
+        path = write(folder, "tens.txt", b"\n\n".join(tens))
+        for limit in (1, 99, 100, 101, 137):
+            flags = ["--val", 0, "--test", 0, "--shard-tokens", limit, "--name", f"at{limit}"]
+            run(TOOL, "--out", folder + "/many", *flags, path)
+            assert read_split(folder + "/many", "train", f"at{limit}") == greedy(tens, limit), limit
+
+    with case("what is printed at the end: documents, bytes, tokens, shards of each split; repaired documents"):
+        documents = some_documents(12, 200)
+        folder = fresh_folder()
+        path = write(folder, "in.txt", b"\n\n".join(documents + [b"\xff", b"\xff\xff"]))
+        flags = ["--val", 20, "--shard-tokens", 4000, "--bad-utf8", "replace"]
+        text = run(TOOL, "--out", folder + "/out", *flags, path)
+        for split, found in everything(folder + "/out").items():
+            shards, size = read_split(folder + "/out", split), sum(map(len, found))
+            assert f"{split:5} {len(found):9} documents {size:13} bytes {size + len(found):12} tokens in " \
+                   f"{len(shards)} shard{'' if len(shards) == 1 else 's'}\n" in text, text
+        assert "\n2 documents held bytes that are not UTF-8, replaced" in text, text
+        run(TOOL, "--out", folder + "/skip", "--bad-utf8", "skip", path, says="\n2 documents held bytes")
+
+    with case("the first and the last value of a flag"):
+        a = [b"%d" % i for i in range(30)]
+        text = b"\n\n".join(a)
+        for flags, splits in [(("--val", "100", "--test", "0"), "val"),
+                              (("--val", "0", "--test", "100"), "test"),
+                              (("--val", "60", "--test", "40"), "test val")]:
+            result = convert(text, *flags)
+            assert sorted(sum((result[s] for s in splits.split()), [])) == sorted(a), flags
+            assert result["train"] == [], flags
+        convert(text, "--shard-tokens", "2147483647", "--max-document", "1073741824")
+        for flag, value in (("--shard-tokens", 2 ** 31), ("--max-document", 2 ** 30 + 1), ("--max-document", 0)):
+            convert(text, flag, str(value), status=2, says=flag)
 
     with case("separators and characters across the edges of the pieces in which a file is read"):
         piece = 1 << 20
@@ -218,6 +264,15 @@ def test_text_to_shards():
                 assert train_only(text, "--bad-utf8=skip") == [d for d in text.split(b"\n\n") if bytes_ not in d], what
         print(f"     {len(bad)} kinds of bad bytes")
 
+    with case("the place of a bad byte: behind a byte order mark, far into a file, in the second file"):
+        convert(b"\xef\xbb\xbfone\n\nab\xff", status=1, says="in.txt: byte 10 (0xff)")
+        text = b"\n\n".join(some_documents(13, 30000))
+        assert len(text) > 2 << 20  # pieces
+        convert(text + b"\n\n\n\nx\xfe", status=1, says=f"in.txt: byte {len(text) + 5} (0xfe)")
+        folder = fresh_folder()
+        first, second = write(folder, "first", text), write(folder, "second", b"a\n\nb\n\nc\xfd")
+        run(TOOL, "--out", folder + "/out", first, second, status=1, says=f"{second}: byte 7 (0xfd)")
+
     with case("wrong flags: one line, exit status 2, nothing written"):
         folder = fresh_folder()
         path, out = write(folder, "a", b"a"), folder + "/out"
@@ -247,7 +302,9 @@ def test_text_to_shards():
         for size in (1001, 3000000):
             convert(b"a\n\n" + b"b" * size, "--max-document", "1000", status=1,
                     says="in.txt: the document at byte 3 is longer than 1000 bytes")
-        assert train_only(b"a\n\n" + b"b" * 1000 + b"\n\nc", "--max-document", "1000") == [b"a", b"b" * 1000, b"c"]
+        for end in (b"\n\nc", b"\n", b"\r\n\r\n", b""):
+            got = train_only(b"a\n\n" + b"b" * 1000 + end, "--max-document", "1000")
+            assert got == [b"a", b"b" * 1000] + [b"c"] * (b"c" in end), end
 
     with case("shards that are there already are not overwritten"):
         folder = fresh_folder()
@@ -446,10 +503,16 @@ def jsonl(documents):
     return b"".join(json.dumps({"id": i, "text": d.decode()}).encode() + b"\n" for i, d in enumerate(documents))
 
 
-def bytes_tokenizer():
-    tokens = [bytes([b]) for b in range(256)] + [b"<|endoftext|>"]
-    return (struct.pack("<4I", 20240328, 2, 257, 256).ljust(1024, b"\0")
+BYTES = [bytes([b]) for b in range(256)] + [b"<|endoftext|>"]
+
+
+def tokenizer_file(tokens, size, eot):
+    return (struct.pack("<4I", 20240328, 2, size, eot).ljust(1024, b"\0")
             + b"".join(bytes([len(t)]) + t for t in tokens))
+
+
+def bytes_tokenizer():
+    return tokenizer_file(BYTES, 257, 256)
 
 
 def test_fineweb_edu_py():
@@ -474,6 +537,34 @@ def test_fineweb_edu_py():
         print(f"     {len(shards)} shards, the same bytes from both tools")
         for name in shards:
             assert open(f"{folder}/text/{name}", "rb").read() == open(f"{folder}/out/{name}", "rb").read(), name
+        tens = [b"%09d" % i for i in range(40)]
+        path = write(folder, "tens.jsonl", jsonl(tens))
+        for limit in (1, 100, 101, 137):
+            flags = ["--val", 0, "--test", 0, "--shard-tokens", limit, "--name", f"at{limit}"]
+            tokenize(folder, "--input", path, "--tokenizer", vocabulary, *flags)
+            assert read_split(folder + "/out", "train", f"at{limit}") == greedy(tens, limit), limit
+
+    with case("fineweb_edu.py: compressed files, half a surrogate pair, --max-tokens, the counts printed"):
+        need("numpy", "tiktoken")
+        folder, documents = fresh_folder(), some_documents(14, 600, 2000)
+        vocabulary = write(folder, "bytes.bin", bytes_tokenizer())
+        path = write(folder, "a.jsonl.gz", gzip.compress(jsonl(documents) + b'{"text": "a\\ud800b"}\n'))
+        flags = ["--input", path, "--tokenizer", vocabulary, "--val", 10]
+        text = tokenize(folder, *flags)
+        found = everything(folder + "/out", "fineweb_edu")
+        assert sorted(sum(found.values(), [])) == sorted(documents + [b"a?b"])
+        for split, mine in found.items():
+            size = sum(map(len, mine))
+            assert (f"{split:5} {len(mine):9} documents {size:13} bytes {size + len(mine):12} tokens in 1 shard\n"
+                    in text), text
+        # It stops with the batch (some 260,000 characters) that reaches the number, not before and soon after.
+        text = tokenize(folder, *flags, "--max-tokens", 270_000, "--name", "some")
+        some = everything(folder + "/out", "some")
+        total = sum(len(d) + 1 for mine in some.values() for d in mine)
+        assert all(mine == found[split][:len(mine)] for split, mine in some.items())
+        in_all = sum(len(d) + 1 for mine in found.values() for d in mine)
+        print(f"     {total} tokens with --max-tokens 270000, {in_all} in all")
+        assert 270_000 <= total < 270_000 + (1 << 19) < in_all
 
     with case("fineweb_edu.py on parquet gives what JSON Lines gives"):
         need("numpy", "tiktoken", "pyarrow")
@@ -491,6 +582,7 @@ def test_fineweb_edu_py():
     with case("a run killed in the middle and started again ends with the files of one left alone"):
         need("numpy", "tiktoken")
         folder, documents = fresh_folder(), some_documents(10, 3000, 1000)
+        documents[::10] = [b""] * 300  # counted as read, though nothing is written for them
         vocabulary = write(folder, "bytes.bin", bytes_tokenizer())
         flags = ["--tokenizer", vocabulary, "--shard-tokens", 50000, "--workers", 1, "--save-every", 0.2, "--val", 20]
         alone = folder + "/alone"
@@ -538,8 +630,13 @@ def test_fineweb_edu_py():
             assert open(f"{alone}/{name}", "rb").read() == open(f"{out}/{name}", "rb").read(), name
         again = run(sys.executable, script, "--out", out, "--input", path, *flags)  # done: nothing changes
         assert again.splitlines()[1:] == text.splitlines()[1:]
-        run(sys.executable, script, "--out", out, "--input", path, *flags, "--test", 3, status=1,
-            says="an earlier run had test 1")
+        other = write(folder, "b.jsonl", b"")
+        for flag, was, now in [
+                ("--test", 1, 3), ("--val", 20, 5), ("--shard-tokens", 50000, 50001), ("--max-tokens", 0, 9),
+                ("--column", "text", "body"), ("--vocab-size", 32768, 999), ("--input", f"['{path}']", other),
+                ("--tokenizer", vocabulary, "gpt2"), ("--train-bytes", 1000000000, 5)]:
+            run(sys.executable, script, "--out", out, "--input", path, *flags, flag, now, status=1,
+                says=f"an earlier run had {flag[2:].replace('-', '_')} {was}, now it is")
 
     with case("--tokenizer train: a vocabulary of the size asked for, that text_to_shards encodes with alike"):
         need("numpy", "tiktoken", "tokenizers")
@@ -587,7 +684,17 @@ def test_fineweb_edu_py():
         tokenize(folder, "--input", path, "--tokenizer", path, "--name", "m", status=1, says="not a tokenizer")
         broken = write(folder, "b.bin", bytes_tokenizer()[:-20])
         tokenize(folder, "--input", path, "--tokenizer", broken, "--name", "k", status=1, says="b.bin: 1530 bytes")
+        for name, size, eot, tokens, says in [
+                ("first", 257, 0, BYTES[-1:] + BYTES[:-1], "end-of-text is token 0, expected the last, 256"),
+                ("past", 257, 257, BYTES, "not a tokenizer"),
+                ("short", 256, 255, BYTES[:65] + BYTES[66:], "byte 65")]:
+            broken = write(folder, name, tokenizer_file(tokens, size, eot))
+            tokenize(folder, "--input", path, "--tokenizer", broken, "--name", name, status=1, says=says)
         tokenize(folder, "--input", path, "--tokenizer", folder + "/none", status=2, says="--tokenizer: got")
+        for flag, value in [("--vocab-size", 257), ("--vocab-size", 65537), ("--shard-tokens", 0),
+                            ("--shard-tokens", 2 ** 31), ("--workers", 0), ("--val", 100), ("--test", -1)]:
+            text = tokenize(folder, "--input", path, "--tokenizer", vocabulary, flag, value, status=2)
+            assert flag in text.splitlines()[-1], text  # behind the usage
         write(folder + "/out", "z_train_000000.bin", b"")
         tokenize(folder, "--input", path, "--tokenizer", vocabulary, "--name", "z", status=1, says="already there")
 
