@@ -2497,15 +2497,17 @@ void next_token_logits(Model<floatX>& m, const std::vector<int>& context, std::v
   download(logits.data(), m.acts.rows, c.V);
 }
 
-// Continues `context` by n tokens. Random numbers are a function of (seed, position): no state, none disturbed.
+// Continues `context` by n tokens, or up to an end-of-text. Random numbers are a function of (seed, position): no
+// state, none disturbed.
 template <class floatX>
 std::vector<int> generate(Model<floatX>& m, std::vector<int> context, size_t n, double temperature,
-                          size_t top_k, double top_p, uint64_t seed) {
+                          size_t top_k, double top_p, uint64_t seed, int eot) {
   std::vector<float> logits;
   for (size_t i = 0; i < n; i++) {
     next_token_logits(m, context, logits);
     const double u = uniform(seed, STREAM_SAMPLE, context.size());
     context.push_back(sample_token(logits.data(), m.config.V, temperature, top_k, top_p, u));
+    if (context.back() == eot) break;
   }
   return context;
 }
@@ -2622,22 +2624,24 @@ static void print_start(const Run<floatX>& run) {
 }
 
 template <class floatX>
+static void report_answers(Run<floatX>& run, Log& log, size_t num_stories) {
+  const StoryMarks marks = mark_answers(run.model, num_stories);
+  const bool finished = run.step >= run.options.steps;
+  printf("%s", (finished ? answers_table(marks, num_stories) : answers_line(run.step, marks)).c_str());
+  log.write(answers_event(run, "answers", marks.total()));
+  log.write(answers_event(run, "answers looking back", marks.total(StoryKind::where_person)));
+}
+
+template <class floatX>
 static void validate_split(Run<floatX>& run, Log& log, const char* split, const TokenData& data) {
   const size_t all = data.num_tokens(), wanted = run.options.val_tokens;
   const Validation v = validate(run.model, data, wanted > 0 ? wanted : all);
   printf("%s", validation_line(split, run.step, v.loss, v.tokens).c_str());
   log.write(validation_event(run, split, v.loss, v.tokens));
+  if (run.data.stories) report_answers(run, log, v.tokens / run.config.T);  // as many as windows were read
   if (!run.config.has_routes()) return;
   if (!run.options.quiet) printf("%s", route_picture(run.config, v.routes).c_str());
   log.write(routes_event(run, split, v.routes));
-}
-
-template <class floatX>
-static void report_answers(Run<floatX>& run, Log& log) {
-  constexpr size_t STORIES = 500;
-  const StoryMarks marks = mark_answers(run.model, STORIES);
-  printf("%s", answers_table(marks, STORIES).c_str());
-  log.write(answers_event(run, marks));
 }
 
 template <class floatX>
@@ -2645,7 +2649,8 @@ static void sample(Run<floatX>& run, Log& log) {
   const Options& o = run.options;
   std::vector<int> context = {run.tokenizer.eot};  // a document starts with an end of text
   for (int token : run.tokenizer.encode(o.prompt)) context.push_back(token);
-  context = generate(run.model, context, o.sample_tokens, o.temperature, o.top_k, o.top_p, o.seed + run.step);
+  context = generate(run.model, context, o.sample_tokens, o.temperature, o.top_k, o.top_p, o.seed + run.step,
+                     run.tokenizer.eot);
   std::string text;
   for (size_t i = 1; i < context.size(); i++) text += run.tokenizer.decode(context[i]);
   printf("sample step %zu:\n%s\n---\n", run.step, text.c_str());
@@ -2704,7 +2709,6 @@ static int run_training(const Options& options, Checkpoint& checkpoint, const ch
     const auto due = [&](size_t every) { return finished || (fresh && every > 0 && run.step % every == 0); };
     if (due(o.val_every) && run.data.val.num_tokens() > 0) validate_split(run, log, "val", run.data.val);
     if (finished && run.data.test.num_tokens() > 0) validate_split(run, log, "test", run.data.test);
-    if (finished && run.data.stories) report_answers(run, log);
     if (due(o.sample_every) && o.sample_tokens > 0 && (run.step > 0 || finished)) sample(run, log);
     if (stopping || (due(o.checkpoint_every) && (run.step > 0 || finished))) save(run, log);
     if (finished || stopping) break;

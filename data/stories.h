@@ -1,11 +1,12 @@
 // stories.h - a story world that makes its own training text, and questions to mark.
 //
-//   Ann took the cup. Ann went to the barn. Bob went to the yard.
-//   Where is the cup? In the barn.
+//   Ann took the cup. Ann went to Rome. Bob went to Oslo.
+//   Where is the cup? Rome.
 //
-// People go to places, put things there, take them along, hand them over; in between, somebody asks. No question
-// gives its answer away: one has to look back for the sentence that decides, past others about other people
-// and things, and sometimes to put two together. So learning shows as right answers, not only as a falling loss.
+// People go to places, leave things there, take them along, hand them over; in between, somebody asks. No
+// question gives its answer away: one has to look back for the sentence that decides, past others about other
+// people and things, and sometimes to put two together. So learning shows as right answers, not only as a
+// falling loss. All names of one sort differ in their first letter: there a reader of bytes has to decide.
 //
 // Story n of a split is a pure function of n, the split and the length allowed. The text itself decides what
 // split it may be in (the rule of text_to_shards), so no held-out story is ever a training story.
@@ -21,12 +22,12 @@
 
 enum class StorySplit { train, val, test };
 
-// What it takes to answer. All but the first have at least one other sentence between the fact and the question.
-enum class StoryKind { just_told, where_person, where_thing, who_has, carried, before };
-constexpr size_t NUM_STORY_KINDS = 6;
+// What it takes to answer. All but the first have other sentences between the fact and the question.
+enum class StoryKind { just_told, where_person, where_thing, who_has, carried };
+constexpr size_t NUM_STORY_KINDS = 5;
 constexpr const char* STORY_KIND_NAMES[] = {  // by enum value
     "told in the last sentence", "where someone is", "where a thing is", "who has a thing",
-    "where a carried thing is", "where it was before"};
+    "where a carried thing is"};
 
 struct StoryQuestion {
   StoryKind kind;
@@ -44,7 +45,8 @@ struct Story {
     for (char c : text) ids.push_back(static_cast<unsigned char>(c));
     return ids;
   }
-  // The same as one window of T inputs and T targets, filled up with end-of-text. Token t is the target at t - 1.
+  // The same as one window of T inputs and T targets, filled up with end-of-text. Token t is the target at
+  // t - 1.
   void window(size_t T, int* inputs /* (T) */, int* targets /* (T) */) const {
     std::vector<int> ids = tokens();
     ids.resize(T + 1, ids[0]);
@@ -60,11 +62,13 @@ class StoryTeller {
       : stream(stream), draw(attempt << 32), max_bytes(max_bytes) {}
 
   Story tell() {
-    for (size_t name : choose(2 + below(2))) people.push_back({name, {}, 0, false, false});
-    for (size_t name : choose(1 + below(2))) things.push_back({name, {}, NOBODY, 0, 0, 0, false, false, false, false});
-    for (bool more = true; more;) {
-      for (size_t n = 1 + below(3); more && n > 0; n--) more = happen();
-      for (size_t n = 1 + below(2); more && n > 0; n--) more = ask();
+    for (size_t name : choose(2 + below(2))) people.push_back({name});
+    for (size_t name : choose(1 + below(2))) things.push_back({name});
+    places = choose(3);
+    size_t events = 2 + below(2);
+    for (bool room = true; room; events = 1 + below(2)) {
+      for (size_t n = events; room && n > 0; n--) room = happen();
+      for (size_t n = 1 + below(3); n > 0; n--) ask();
     }
     // What is told after the last question helps to answer nothing.
     story.text.resize(story.questions.empty() ? 0 : story.questions.back().end - 1 + strlen(".\n"));
@@ -73,24 +77,20 @@ class StoryTeller {
 
  private:
   static constexpr uint64_t SEED = 0x73746f7279;  // "story"
-  static constexpr size_t NAMES = 8, NOBODY = NAMES;
-  static constexpr const char* PEOPLE[] = {"Ann", "Bob", "Cid", "Dan", "Eve", "Flo", "Gus", "Hal"};
-  static constexpr const char* THINGS[] = {"axe", "cup", "fan", "hat", "key", "map", "pen", "toy"};
-  static constexpr const char* PLACES[] = {"barn", "cave", "dock", "farm", "hall", "park", "shed", "yard"};
+  static constexpr size_t NAMES = 6, NOBODY = NAMES, UNKNOWN = NAMES;
+  static constexpr const char* PEOPLE[] = {"Ann", "Bob", "Cid", "Dan", "Eve", "Flo"};
+  static constexpr const char* THINGS[] = {"cup", "fan", "key", "map", "pen", "toy"};
+  static constexpr const char* PLACES[] = {"Lima", "Nice", "Oslo", "Pisa", "Rome", "York"};
 
-  // Where somebody or something is, the last of `trail`, and was before. A sentence that says so has a number;
-  // 0: it follows from others only.
+  // Where somebody or something is. A sentence that says so has a number; 0: it follows from others only.
   struct Person {
-    size_t name;
-    std::vector<size_t> trail;
-    size_t told;
-    bool asked, asked_before;  // since the last change
+    size_t name, place = UNKNOWN, told = 0;
+    bool asked = false;  // since the last change
   };
   struct Thing {
-    size_t name;
-    std::vector<size_t> trail;
-    size_t holder, told, told_holder, moved;  // moved: the sentence in which its holder took it along
-    bool carried, asked, asked_holder, asked_before;
+    size_t name, place = UNKNOWN, holder = NOBODY, told = 0, told_holder = 0;
+    size_t moved = 0;  // the sentence in which its holder took it along
+    bool carried = false, asked = false, asked_holder = false;
   };
   struct Candidate {  // a question that could be asked now
     StoryKind kind;
@@ -103,6 +103,7 @@ class StoryTeller {
   Story story;
   std::vector<Person> people;
   std::vector<Thing> things;
+  std::vector<size_t> places;  // of this story: few, so that it pays to look back at every place and not only at answers
   std::vector<std::string> named_people, named_places;  // in the order of the text
 
   size_t below(size_t n) { return size_t(uniform(SEED, stream, draw++) * double(n)); }
@@ -115,73 +116,66 @@ class StoryTeller {
   }
 
   // ---- what happens
-  static bool known(const std::vector<size_t>& trail) { return !trail.empty(); }
-  static bool may_meet(const std::vector<size_t>& a, const std::vector<size_t>& b) {
-    return a.empty() || b.empty() || a.back() == b.back();
-  }
-  bool add(const std::string& text) {  // false if the story would be too long
-    if (story.text.size() + text.size() > max_bytes) return false;
-    story.text += text;
-    return true;
-  }
-  bool say(const std::string& sentence) {
-    const bool line_start = story.text.empty() || story.text.back() == '\n';
-    if (!add((line_start ? "" : " ") + sentence)) return false;
+  static bool may_meet(size_t a, size_t b) { return a == UNKNOWN || b == UNKNOWN || a == b; }
+
+  bool say(const std::string& sentence) {  // false if there is no room for it
+    const std::string blank = story.text.empty() || story.text.back() == '\n' ? "" : " ";
+    if (story.text.size() + blank.size() + sentence.size() > max_bytes) return false;
+    story.text += blank + sentence;
     sentences++;
     return true;
   }
   // Somebody is elsewhere now, and so is what they hold. told: a sentence has just said so.
   void move(size_t who, size_t place, bool told) {
     Person& p = people[who];
-    if (!told) p.trail.clear();  // nobody can say for sure where they were in between
-    p.trail.push_back(place);
+    p.place = place;
     p.told = told ? sentences : 0;
-    p.asked = p.asked_before = false;
+    p.asked = false;
     for (Thing& t : things) {
       if (t.holder != who) continue;
-      if (!known(t.trail) || t.trail.back() != place) t.trail.push_back(place);
+      t.place = place;
       t.carried = true;
       t.moved = sentences;
-      t.asked = t.asked_before = false;
+      t.asked = false;
     }
   }
 
   // One sentence about something that can happen now; false if there is no room for it.
   bool happen() {
     for (;;) {
-      const size_t event = below(8), who = below(people.size()), other = below(people.size());
+      const size_t event = below(9), who = below(people.size()), other = below(people.size());
       Person& p = people[who];
       Thing& t = things[below(things.size())];
-      const size_t place = below(NAMES);
+      const size_t place = places[below(places.size())];
       const std::string name = PEOPLE[p.name], thing = THINGS[t.name];
-      if (event < 3) {
-        if (known(p.trail) && p.trail.back() == place) continue;
-        if (!say(name + " went to the " + PLACES[place] + ".")) return false;
+      if (event < 4) {
+        if (p.place == place) continue;
+        if (!say(name + " went to " + PLACES[place] + ".")) return false;
         move(who, place, true);
         named_places.push_back(PLACES[place]);
-      } else if (event < 5) {
-        if ((t.holder != NOBODY && t.holder != who) || (known(t.trail) && t.trail.back() == place)) continue;
-        if (!say(name + " put the " + thing + " in the " + PLACES[place] + ".")) return false;
+      } else if (event < 6) {
+        if ((t.holder != NOBODY && t.holder != who) || t.place == place) continue;
+        if (!say(name + " left the " + thing + " in " + PLACES[place] + ".")) return false;
         t.holder = NOBODY;
-        t.carried = t.asked = t.asked_before = false;
-        t.trail.push_back(place);
+        t.carried = t.asked = false;
+        t.place = place;
         t.told = sentences;
         move(who, place, false);
         named_places.push_back(PLACES[place]);
-      } else if (event < 7) {
-        if (t.holder != NOBODY || !may_meet(p.trail, t.trail)) continue;
+      } else if (event < 8) {
+        if (t.holder != NOBODY || !may_meet(p.place, t.place)) continue;
         if (!say(name + " took the " + thing + ".")) return false;
-        if (known(t.trail) && !known(p.trail)) move(who, t.trail.back(), false);
-        else if (known(p.trail) && !known(t.trail)) t.trail.push_back(p.trail.back());
+        if (p.place == UNKNOWN && t.place != UNKNOWN) move(who, t.place, false);
+        else t.place = p.place;
         t.holder = who;
         t.told_holder = sentences;
         t.carried = t.asked_holder = false;
       } else {
         Person& q = people[other];
-        if (t.holder != who || other == who || !may_meet(p.trail, q.trail)) continue;
+        if (t.holder != who || other == who || !may_meet(p.place, q.place)) continue;
         if (!say(name + " gave the " + thing + " to " + PEOPLE[q.name] + ".")) return false;
-        if (known(p.trail) && !known(q.trail)) move(other, p.trail.back(), false);
-        else if (known(q.trail) && !known(p.trail)) move(who, q.trail.back(), false);
+        if (q.place == UNKNOWN && p.place != UNKNOWN) move(other, p.place, false);
+        if (p.place == UNKNOWN && q.place != UNKNOWN) move(who, q.place, false);
         t.holder = other;
         t.told_holder = sentences;
         t.carried = t.asked_holder = false;
@@ -195,69 +189,61 @@ class StoryTeller {
   }
 
   // ---- what is asked
-  // Whether "before the barn" means one time only.
-  static bool clear_before(const std::vector<size_t>& trail) {
-    return trail.size() >= 2 && std::count(trail.begin(), trail.end(), trail.back()) == 1;
-  }
   std::vector<Candidate> candidates() {
     std::vector<Candidate> all;
-    const auto consider = [&](StoryKind kind, const std::string& question, const char* answer, bool& asked) {
-      if (!asked) all.push_back({kind, question, answer, &asked});
-    };
     // told: the sentence that says it in so many words.
-    const auto unless_just = [&](StoryKind kind, size_t told) {
-      return told == sentences ? StoryKind::just_told : kind;
-    };
-    const auto where = [&](StoryKind kind, const std::string& what, const std::vector<size_t>& trail, bool& asked) {
-      consider(kind, "Where is " + what + "? In the ", PLACES[trail.back()], asked);
-    };
-    const auto before = [&](const std::string& what, const std::vector<size_t>& trail, bool& asked) {
-      if (!clear_before(trail)) return;
-      consider(StoryKind::before, "Where was " + what + " before the " + PLACES[trail.back()] + "? In the ",
-               PLACES[trail[trail.size() - 2]], asked);
+    const auto consider = [&](StoryKind kind, size_t told, const std::string& question, const char* answer,
+                              bool& asked) {
+      if (!asked) all.push_back({told == sentences ? StoryKind::just_told : kind, question, answer, &asked});
     };
     for (Person& p : people) {
-      if (p.told > 0) where(unless_just(StoryKind::where_person, p.told), PEOPLE[p.name], p.trail, p.asked);
-      before(PEOPLE[p.name], p.trail, p.asked_before);
+      const std::string name = std::string(PEOPLE[p.name]) + "? ";
+      if (p.told > 0) consider(StoryKind::where_person, p.told, "Where is " + name, PLACES[p.place], p.asked);
     }
     for (Thing& t : things) {
-      const std::string name = std::string("the ") + THINGS[t.name];
-      if (t.holder != NOBODY)
-        consider(unless_just(StoryKind::who_has, t.told_holder), "Who has " + name + "? ",
-                 PEOPLE[people[t.holder].name], t.asked_holder);
+      const std::string name = std::string("the ") + THINGS[t.name] + "? ";
+      if (t.holder != NOBODY) {
+        const char* holder = PEOPLE[people[t.holder].name];
+        consider(StoryKind::who_has, t.told_holder, "Who has " + name, holder, t.asked_holder);
+      }
       if (t.holder != NOBODY && t.carried && t.moved < sentences)
-        where(StoryKind::carried, name, t.trail, t.asked);
-      if (t.holder == NOBODY && known(t.trail))
-        where(unless_just(StoryKind::where_thing, t.told), name, t.trail, t.asked);
-      before(name, t.trail, t.asked_before);
+        consider(StoryKind::carried, 0, "Where is " + name, PLACES[t.place], t.asked);
+      if (t.holder == NOBODY && t.place != UNKNOWN)
+        consider(StoryKind::where_thing, t.told, "Where is " + name, PLACES[t.place], t.asked);
     }
     return all;
   }
 
-  // Asks one question that has an answer, if there is any; false if there is no room for it.
-  bool ask() {
+  // Asks one question that has an answer and for which there is room, if there is any.
+  void ask() {
     std::vector<Candidate> all = candidates();
-    if (all.empty()) return true;
+    // The last sentence is asked about now and then: that is how copying is learned, and easy once it is.
+    const bool any = below(3) == 0;
+    const size_t line_break = story.text.back() != '\n';
+    const auto not_now = [&](const Candidate& c) {
+      return (c.kind == StoryKind::just_told && !any) ||
+             story.text.size() + line_break + c.question.size() + c.answer.size() + strlen(".\n") > max_bytes;
+    };
+    all.erase(std::remove_if(all.begin(), all.end(), not_now), all.end());
+    if (all.empty()) return;
     // Each kind that can be asked is as likely as the others: else the rare ones would be rarer still.
     std::vector<StoryKind> kinds;
     for (const Candidate& c : all)
       if (std::find(kinds.begin(), kinds.end(), c.kind) == kinds.end()) kinds.push_back(c.kind);
     const StoryKind kind = kinds[below(kinds.size())];
-    all.erase(std::remove_if(all.begin(), all.end(), [&](const Candidate& c) { return c.kind != kind; }), all.end());
+    const auto other_kind = [&](const Candidate& c) { return c.kind != kind; };
+    all.erase(std::remove_if(all.begin(), all.end(), other_kind), all.end());
     const Candidate& chosen = all[below(all.size())];
 
-    const bool person = chosen.question.compare(0, 3, "Who") == 0;
-    std::string latest;
-    for (const std::string& name : person ? named_people : named_places)
-      if (chosen.question.find(name) == std::string::npos) latest = name;
-    const bool line_start = story.text.back() == '\n';
-    const std::string question = (line_start ? "" : "\n") + chosen.question;
-    const size_t begin = 1 + story.text.size() + question.size();  // 1: the end-of-text token in front
-    if (!add(question + chosen.answer + ".\n")) return false;
+    std::vector<std::string>& named = chosen.question.compare(0, 3, "Who") == 0 ? named_people : named_places;
+    const std::string latest = named.empty() ? "" : named.back();
+    if (line_break) story.text += "\n";
+    story.text += chosen.question;
+    const size_t begin = 1 + story.text.size();  // 1: the end-of-text token in front
+    story.text += chosen.answer + ".\n";
     story.questions.push_back({kind, begin, begin + chosen.answer.size(), chosen.answer, latest});
-    (person ? named_people : named_places).push_back(chosen.answer);
+    named.push_back(chosen.answer);
     *chosen.asked = true;
-    return true;
   }
 };
 
@@ -273,11 +259,14 @@ inline Story tell_story(StorySplit split, uint64_t number, size_t max_tokens) {
   }
 }
 
-// The tokens of stories 0, 1, 2, ... of a split, one after the other: at least min_tokens, whole stories.
-inline std::vector<uint16_t> story_tokens(StorySplit split, size_t min_tokens, size_t max_story_tokens) {
+// The tokens of stories 0, 1, 2, ... of a split: at least min_tokens. Each takes T of them, filled up with
+// end-of-text, so that every window of T that a run trains on is one story from its beginning to its end.
+inline std::vector<uint16_t> story_tokens(StorySplit split, size_t min_tokens, size_t T) {
   std::vector<uint16_t> all;
-  for (uint64_t number = 0; all.size() < min_tokens; number++)
-    for (int id : tell_story(split, number, max_story_tokens).tokens()) all.push_back(uint16_t(id));
+  for (uint64_t number = 0; all.size() < min_tokens; number++) {
+    for (int id : tell_story(split, number, T).tokens()) all.push_back(uint16_t(id));
+    all.resize((number + 1) * T, all[0]);
+  }
   return all;
 }
 
@@ -300,9 +289,10 @@ class StoryMarks {
     for (const auto& answer : kinds[size_t(kind)].count) row.guessed = std::max(row.guessed, answer.second);
     return row;
   }
-  Row total() const {
+  // Of that kind and those after it: total(StoryKind::where_person) leaves out what the last sentence tells.
+  Row total(StoryKind first = StoryKind::just_told) const {
     Row sum;
-    for (size_t k = 0; k < NUM_STORY_KINDS; k++) {
+    for (size_t k = size_t(first); k < NUM_STORY_KINDS; k++) {
       const Row one = row(StoryKind(k));
       sum.asked += one.asked, sum.right += one.right, sum.guessed += one.guessed, sum.latest += one.latest;
     }

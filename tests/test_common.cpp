@@ -478,6 +478,26 @@ static void test_report() {
   CHECK_EQ(with_commas(1000), "1,000");
   CHECK_EQ(with_commas(1234567890), "1,234,567,890");
 
+  TEST("right answers: a line on the way, a table at the end; both tell apart what the last sentence tells");
+  StoryMarks marks;
+  const auto mark = [&](StoryKind kind, const char* answer, const char* latest, bool right) {
+    marks.add({kind, 0, 0, answer, latest}, right);
+  };
+  for (int i = 0; i < 3; i++) mark(StoryKind::just_told, "Rome", "Rome", true);
+  mark(StoryKind::where_person, "Oslo", "Rome", true);
+  mark(StoryKind::where_person, "Lima", "Lima", true);
+  for (const char* answer : {"Ann", "Bob", "Cid"}) mark(StoryKind::who_has, answer, "Bob", false);
+  CHECK_EQ(answers_line(100, marks), "answers step 100 | told in the last sentence 100% of 3"
+                                     " | looking back 40% of 5, latest name 40%\n");
+  const std::string table = answers_table(marks, 7);
+  printf("%s", table.c_str());
+  for (const char* row : {"answers in 7 held-out stories     asked    right   best guess   latest name\n",
+                          "  told in the last sentence       3     100%          100%           100%\n",
+                          "  where a thing is                0       0%            0%             0%\n",
+                          "  looking back                    5      40%           40%            40%\n",
+                          "  together                        8      62%           62%            62%\n"})
+    CHECK(table.find(row) != std::string::npos);
+
   TEST("the picture of the depth routes");
   Config c;
   c.L = 3, c.S = 4;

@@ -30,9 +30,9 @@ inline Event routes_event(const Progress& at, const char* split, const RouteStat
       .add("v", routes.v).add("js_nats", routes.js_nats).add("js_bits", js_bits);
 }
 
-inline Event answers_event(const Progress& at, const StoryMarks& marks) {
-  const StoryMarks::Row total = marks.total();
+// Right answers, the model's and those of the two readers who do not look back (data/stories.h).
+inline Event answers_event(const Progress& at, const char* which, const StoryMarks::Row& row) {
   Event event("val");
-  return event.add("step", at.step).add("tokens", at.tokens).add("split", "answers").add("count", total.asked)
-      .add("right", total.right).add("guessed", total.guessed).add("latest", total.latest);
+  return event.add("step", at.step).add("tokens", at.tokens).add("split", which).add("count", row.asked)
+      .add("right", row.right).add("guessed", row.guessed).add("latest", row.latest);
 }

@@ -105,8 +105,8 @@ inline const std::vector<Flag>& flag_table() {
 struct Preset { const char *name, *flags, *cpu, *gpu; };
 constexpr Preset PRESETS[] = {
   {"tiny",
-   "layers 4 width 96 heads 3 ffn 256 block-size 2 context 160 vocab 257 batch 8 steps 1600 lr 2e-3 warmup 50"
-   " val-every 200 val-tokens 16384 sample-every 0 sample-tokens 300 checkpoint-every 400 keep 2", "", ""},
+   "layers 4 width 64 heads 4 ffn 192 block-size 2 context 160 vocab 257 batch 8 steps 2000 lr 3e-3 warmup 50"
+   " val-every 200 val-tokens 32000 sample-every 0 sample-tokens 160 checkpoint-every 500 keep 2", "", ""},
   {"s",
    "layers 16 width 576 heads 9 ffn 2880 block-size 4 context 1024 vocab 50257 steps 3815 lr 6e-4"
    " val-every 250 val-tokens 1048576 sample-every 1000 sample-tokens 128 checkpoint-every 500 keep 2",

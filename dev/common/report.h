@@ -141,8 +141,18 @@ inline std::string answers_table(const StoryMarks& marks, size_t num_stories) {
                    double(row.guessed) * percent, double(row.latest) * percent);
   };
   for (size_t kind = 0; kind < NUM_STORY_KINDS; kind++) add(STORY_KIND_NAMES[kind], marks.row(StoryKind(kind)));
+  add("looking back", marks.total(StoryKind::where_person));
   add("together", marks.total());
   return text;
+}
+// The same in short, while the run goes on:
+// "answers step 100 | told in the last sentence 97% of 61 | looking back 55% of 205, latest name 36%"
+inline std::string answers_line(size_t step, const StoryMarks& marks) {
+  const StoryMarks::Row told = marks.row(StoryKind::just_told), back = marks.total(StoryKind::where_person);
+  const auto percent = [](size_t n, size_t of) { return 100 * double(n) / double(std::max<size_t>(of, 1)); };
+  return format("answers step %zu | %s %.0f%% of %zu | looking back %.0f%% of %zu, latest name %.0f%%\n", step,
+                STORY_KIND_NAMES[0], percent(told.right, told.asked), told.asked,
+                percent(back.right, back.asked), back.asked, percent(back.latest, back.asked));
 }
 
 // ---- the depth routes ----------------------------------------------------------------------------------
