@@ -35,12 +35,12 @@ RUN = {
     "./train_rdattnres_cpu --preset s --dry-run": "",
     "make train ARGS='--steps 5000'": " ARGS='" + CUT + "'",
     "./train_rdattnres_cpu --resume runs/tiny": "",
-    './train_rdattnres_cpu --init-from runs/tiny/ckpt_00001600.safetensors --steps 0 --prompt "Ann took"': "",
+    './train_rdattnres_cpu --init-from runs/tiny/ckpt_00002400.safetensors --steps 0 --prompt "Ann took"': "",
     "./train_rdattnres_cpu --train 'shards/text_train_*.bin' --val 'shards/text_val_*.bin' "
     "--out runs/mine": CUT,
-    "./train_rdattnres_cpu --init-from runs/mine/ckpt_00001600.safetensors --val 'shards/text_val_*.bin' "
+    "./train_rdattnres_cpu --init-from runs/mine/ckpt_00002400.safetensors --val 'shards/text_val_*.bin' "
     "--steps 0": "",
-    "python3 dev/reference/rdattnres.py runs/mine/ckpt_00001600.safetensors shards/text_val_000000.bin": "",
+    "python3 dev/reference/rdattnres.py runs/mine/ckpt_00002400.safetensors shards/text_val_000000.bin": "",
 }
 CHECK = {
     # README.md
@@ -170,7 +170,7 @@ class Project:
         self.shell(command + cut)
         if cut:  # the checkpoint of the whole run, as the next commands name it
             for first in self.copy.glob("runs/*/ckpt_00000001.safetensors"):
-                first.rename(first.with_name("ckpt_00001600.safetensors"))
+                first.rename(first.with_name("ckpt_00002400.safetensors"))
 
     def check(self, command):
         for words in split(command):

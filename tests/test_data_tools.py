@@ -546,7 +546,7 @@ def test_fineweb_edu_py():
 
     with case("fineweb_edu.py: compressed files, half a surrogate pair, --max-tokens, the counts printed"):
         need("numpy", "tiktoken")
-        folder, documents = fresh_folder(), some_documents(14, 600, 2000)
+        folder, documents = fresh_folder(), some_documents(14, 1000, 2000)
         vocabulary = write(folder, "bytes.bin", bytes_tokenizer())
         path = write(folder, "a.jsonl.gz", gzip.compress(jsonl(documents) + b'{"text": "a\\ud800b"}\n'))
         flags = ["--input", path, "--tokenizer", vocabulary, "--val", 10]

@@ -9,11 +9,11 @@
 
 constexpr size_t LENGTH = 160, MANY = 3000;
 constexpr const char* GOLDEN =  // story 0: a change of the generator changes everybody's data
-    "Eve went to Lima. Eve took the fan. Flo took the toy.\nWho has the toy? Flo.\nWhere is Eve? Lima.\n"
-    "Eve went to York.\nWhere is Eve? York.\n";
+    "Ann took the pen. Ann took the fan. Bob went to Lima.\nWhere is Bob? Lima.\nWho has the pen? Ann.\n"
+    "Ann went to York.\nWho has the fan? Ann.\n";
 // A reader who always gives the last name of the right sort: right nearly always about the last sentence
 // (kind 0), not elsewhere.
-constexpr double MOST_LATEST[NUM_STORY_KINDS] = {1, 0.45, 0.45, 0.45, 0.45};
+constexpr double MOST_LATEST[NUM_STORY_KINDS] = {1, 0.5, 0.35, 0.45, 0.6};
 const StorySplit SPLITS[] = {StorySplit::train, StorySplit::val, StorySplit::test};
 
 // ---- a reader ------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ void test_guessing() {
   const StoryMarks::Row back = marks.total(StoryKind::where_person);
   printf("     one must look back for %.0f%%; there the latest name is right %.3f of the time\n",
          100 * double(back.asked) / double(total.asked), double(back.latest) / double(back.asked));
-  CHECK(double(back.asked) > 0.6 * double(total.asked) && double(back.latest) < 0.36 * double(back.asked));
+  CHECK(double(back.asked) > 0.6 * double(total.asked) && double(back.latest) < 0.45 * double(back.asked));
   double worst = 0;
   size_t different = 0;
   for (const auto& question : by_question) {

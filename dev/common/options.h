@@ -105,7 +105,7 @@ inline const std::vector<Flag>& flag_table() {
 struct Preset { const char *name, *flags, *cpu, *gpu; };
 constexpr Preset PRESETS[] = {
   {"tiny",
-   "layers 4 width 64 heads 4 ffn 192 block-size 2 context 160 vocab 257 batch 8 steps 2000 lr 3e-3 warmup 50"
+   "layers 4 width 64 heads 4 ffn 192 block-size 2 context 160 vocab 257 batch 8 steps 2400 lr 3e-3 warmup 50"
    " val-every 200 val-tokens 32000 sample-every 0 sample-tokens 160 checkpoint-every 500 keep 2", "", ""},
   {"s",
    "layers 16 width 576 heads 9 ffn 2880 block-size 4 context 1024 vocab 50257 steps 3815 lr 6e-4"
