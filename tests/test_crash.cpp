@@ -171,7 +171,7 @@ static void folder_lost(size_t steps) {
 
 static void second_run() {
   TEST("a second run in the folder of a running one is refused; the first goes on undisturbed");
-  Process first(command("shared", "--steps 60" + EVERY_STEP), folder + "/shared.txt");
+  Process first(command("shared", "--steps 1000000" + EVERY_STEP), folder + "/shared.txt");
   while (first.running() && access(checkpoint_of("shared", 1).c_str(), F_OK) != 0) usleep(500);
   for (const std::string& second : {command("shared", "--steps 60"), resume("shared")}) {
     const Result refused = shell(second);
@@ -179,8 +179,13 @@ static void second_run() {
     const std::string message = format("in use by another run (process %d)", int(first.id));
     if (!CHECK(refused.text.find(message) != std::string::npos)) printf("%s\n", refused.text.c_str());
   }
+  const size_t before = log_field("shared", "step", "step").size();
+  while (first.running() && log_field("shared", "step", "step").size() < before + 5) usleep(500);
+  first.signal(SIGTERM);
   CHECK_EQ(first.wait(), 0);
-  CHECK_EQ(log_field("shared", "step", "step").size(), 60u);
+  const std::vector<std::string> steps = log_field("shared", "step", "step");
+  CHECK(steps.size() >= before + 5);
+  for (size_t n = 0; n < steps.size(); n++) CHECK_EQ(steps[n], std::to_string(n + 1));
 }
 
 static void second_signal() {
@@ -188,9 +193,8 @@ static void second_signal() {
   // One step of 2,000 batches: it lasts long enough for both signals to fall into it.
   check_ok(train("twice", "--steps 1" + EVERY_STEP));
   Process run(resume("twice") + " --steps 3 --total-batch 148000", folder + "/twice.txt");
-  while (run.running() && read_file(folder + "/twice.txt").find("learning rate up to") == std::string::npos)
-    usleep(500);
-  usleep(100000);  // past the start, into the step
+  while (run.running() && log_field("twice", "config", "parameters").size() < 2) usleep(500);
+  usleep(50000);  // from the start of the log into the step
   run.signal(SIGINT);
   usleep(20000);
   CHECK(run.running());
@@ -207,9 +211,10 @@ static void second_signal() {
 int main() {
   const size_t kills = getenv("CRASH_KILLS") ? size_t(atoll(getenv("CRASH_KILLS"))) : 10;
   write_shards();
-  reference(40 + 6 * kills);
-  killed(40 + 6 * kills, kills);
-  disk_full(40 + 6 * kills);
+  const size_t steps = 100 + 10 * kills;
+  reference(steps);
+  killed(steps, kills);
+  disk_full(steps);
   folder_lost(20);
   second_run();
   second_signal();

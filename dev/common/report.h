@@ -20,7 +20,7 @@ inline std::string trim_end(std::string text) {
 }
 inline std::string duration_text(double seconds) {  // "45s", "2m10s", "3h05m", "2d04h"
   if (!(seconds >= 0 && seconds < 1e15)) return "?";
-  const size_t s = size_t(seconds + 0.5);
+  const size_t s = size_t(std::llround(seconds));
   if (s < 60) return format("%zus", s);
   if (s < 3600) return format("%zum%02zus", s / 60, s % 60);
   if (s < 86400) return format("%zuh%02zum", s / 3600, s / 60 % 60);
@@ -180,7 +180,7 @@ inline std::string route_cells(const std::vector<double>& p, bool has_partial, s
     const size_t in_bank = p.size() - (has_partial ? 1 : 0);
     if (partial_column ? !has_partial : column >= in_bank) { text += "      "; continue; }
     const double share = partial_column ? p.back() : p[column];
-    const int eighths = !(share > 0) ? 0 : share >= 1 ? 8 : int(share * 8 + 0.5);
+    const int eighths = !(share > 0) ? 0 : share >= 1 ? 8 : int(std::lround(share * 8));
     text += format(" %s%3.0f ", bars[eighths], 100 * share);
   }
   return text;
