@@ -6,10 +6,10 @@
     python data/fineweb_edu.py --out shards --input a.parquet b.jsonl         any parquet or JSON Lines files
 
 Without --input the documents are those of HuggingFaceFW/fineweb-edu, sample-10BT (28 GB to download; the
-datasets library keeps it in its cache). Every document becomes one end-of-text token and its own tokens and goes
-to train, val or test by the rule of data/text_to_shards.cpp: the first 8 hexadecimal digits of the SHA-256 of its UTF-8
-bytes, modulo 100; the highest numbers are test, those below them val. The tokenizer is kept beside the shards,
-NAME_tokenizer.bin, for --tokenizer of the trainers.
+datasets library keeps it in its cache). Every document becomes one end-of-text token and its own tokens and
+goes to train, val or test by the rule of data/text_to_shards.cpp: the first 8 hexadecimal digits of the SHA-256
+of its UTF-8 bytes, modulo 100; the highest numbers are test, those below them val. The tokenizer is kept beside
+the shards, NAME_tokenizer.bin, for --tokenizer of the trainers.
 
 All cores tokenize. Interrupted at any moment, the same command goes on where the last saved state is, and ends
 with the same files, byte for byte, as a run that was left alone.
@@ -101,8 +101,9 @@ def train_tokenizer(texts, vocab_size):
     byte_level = tokenizers.pre_tokenizers.ByteLevel
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = byte_level(add_prefix_space=False, use_regex=True)
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=byte_level.alphabet(),
-                                             special_tokens=[], max_token_length=64, show_progress=sys.stderr.isatty())
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size - 1, initial_alphabet=byte_level.alphabet(), special_tokens=[],
+        max_token_length=64, show_progress=sys.stderr.isatty())
     bpe.train_from_iterator(texts, trainer)
     # The library writes bytes as printable characters: those that are printable as themselves, the others as
     # U+0100 and up, in order.
@@ -112,8 +113,8 @@ def train_tokenizer(texts, vocab_size):
     vocabulary = sorted(bpe.get_vocab().items(), key=lambda item: item[1])
     tokens = [bytes(byte_of[c] for c in text) for text, _ in vocabulary]
     if len(tokens) != vocab_size - 1:
-        fail(f"--vocab-size {vocab_size}: the text has only {len(tokens)} different tokens to offer; give more of it"
-             " (--train-bytes), or ask for fewer")
+        fail(f"--vocab-size {vocab_size}: the text has only {len(tokens)} different tokens to offer; give more"
+             " of it (--train-bytes), or ask for fewer")
     return tokens
 
 
@@ -138,7 +139,8 @@ def make_tokenizer(args, path):
                 yield text
                 if size >= args.train_bytes:
                     return
-        print(f"training a vocabulary of {args.vocab_size} on the first {args.train_bytes / 1e6:.0f} MB", flush=True)
+        print(f"training a vocabulary of {args.vocab_size} on the first {args.train_bytes / 1e6:.0f} MB",
+              flush=True)
         save_tokenizer(path, train_tokenizer(texts(), args.vocab_size))
     else:
         tokens, eot = load_tokenizer(args.tokenizer)
@@ -157,7 +159,8 @@ def jsonl_documents(path, column):
             try:
                 text = json.loads(line)[column]
             except (ValueError, KeyError, TypeError) as error:
-                fail(f"{path}: line {number}: {type(error).__name__}: {error}; expected an object with a '{column}'")
+                fail(f"{path}: line {number}: {type(error).__name__}: {error}; expected an object with a"
+                     f" '{column}'")
             if not isinstance(text, (str, type(None))):
                 fail(f"{path}: line {number}: '{column}' is of type {type(text).__name__}, expected a string")
             yield text
@@ -174,9 +177,9 @@ def parquet_documents(path, column):
 def documents(args, first=0):
     """The texts, in order, from number `first` on."""
     if args.input:
-        readers = ((parquet_documents if path.endswith(".parquet") else jsonl_documents, path) for path in args.input)
-        texts = (text or "" for reader, path in readers for text in reader(path, args.column))
-        return itertools.islice(texts, first, None)
+        files = [(parquet_documents if path.endswith(".parquet") else jsonl_documents)(path, args.column)
+                 for path in args.input]
+        return itertools.islice((text or "" for text in itertools.chain.from_iterable(files)), first, None)
 
     datasets = library("datasets", "it downloads the dataset")
     rows = datasets.load_dataset("HuggingFaceFW/fineweb-edu", name="sample-10BT", split="train")
@@ -224,7 +227,7 @@ def encode_batch(texts, val, test):
 
 
 def in_order(pool, jobs, most):
-    """Results of jobs in their order, with no more than `most` under way: the documents do not fit in memory."""
+    """Results of jobs in their order, at most `most` of them under way: the documents do not fit in memory."""
     waiting = collections.deque()
     for job in jobs:
         waiting.append(pool.apply_async(encode_batch, job))
@@ -239,8 +242,8 @@ def in_order(pool, jobs, most):
 class Writer:
     """The shards of all splits, and the state from which a broken run goes on.
 
-    A shard that is not full has the name FILE.part. NAME_state.json says how many texts of the input are done and how
-    long each .part was then; what a broken run wrote after that is cut off.
+    A shard that is not full has the name FILE.part. NAME_state.json says how many texts of the input are done
+    and how long each .part was then; what a broken run wrote after that is cut off.
     """
 
     def __init__(self, folder, name, shard_tokens, settings):
@@ -253,12 +256,13 @@ class Writer:
                 self.state = json.load(file)
             for key, value in settings.items():
                 if self.state["settings"].get(key) != value:
-                    fail(f"{self.state_path}: an earlier run had {key} {self.state['settings'].get(key)}, now it is"
-                         f" {value}; expected the same, or another --out")
+                    fail(f"{self.state_path}: an earlier run had {key} {self.state['settings'].get(key)}, now"
+                         f" it is {value}; expected the same, or another --out")
         else:
             present = [f for f in os.listdir(folder) if any(f.startswith(f"{name}_{s}_") for s in SPLITS)]
             if present:
-                fail(f"{folder}/{present[0]}: already there; remove the old shards, or choose another --out or --name")
+                fail(f"{folder}/{present[0]}: already there; remove the old shards, or choose another --out or"
+                     " --name")
         self.files = {}
         for split in SPLITS:
             self.go_on(split)
@@ -338,7 +342,8 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--out", required=True, metavar="DIR", help="folder of the shards")
-    parser.add_argument("--name", default="fineweb_edu", help="shards are called NAME_train_000000.bin and so on")
+    parser.add_argument("--name", default="fineweb_edu",
+                        help="shards are called NAME_train_000000.bin and so on")
     parser.add_argument("--input", nargs="+", metavar="FILE",
                         help="parquet, jsonl or jsonl.gz files instead of the dataset")
     parser.add_argument("--column", default="text", help="where the text is in them")
@@ -354,7 +359,8 @@ def parse_args():
                         help="tokens in a shard at most, unless one document alone is longer")
     parser.add_argument("--max-tokens", type=count, default=0, metavar="N",
                         help="stop after about so many; 0: all there is")
-    parser.add_argument("--workers", type=count, default=os.cpu_count(), metavar="N", help="processes that tokenize")
+    parser.add_argument("--workers", type=count, default=os.cpu_count(), metavar="N",
+                        help="processes that tokenize")
     parser.add_argument("--save-every", type=float, default=30, metavar="S",
                         help="seconds of work that an interrupted run loses at most")
     args = parser.parse_args()
@@ -374,7 +380,8 @@ def tokenize(args, writer, tokenizer):
     start = printed = saved = time.time()
     before = writer.tokens()
     with multiprocessing.Pool(args.workers, start_worker, (tokenizer,)) as pool:
-        jobs = ((batch, args.val, args.test) for batch in batches(documents(args, writer.state["rows"]), 1 << 18))
+        texts = documents(args, writer.state["rows"])
+        jobs = ((batch, args.val, args.test) for batch in batches(texts, 1 << 18))
         for batch in in_order(pool, jobs, 4 * args.workers):
             for split, text_bytes, tokens in batch:
                 writer.add(SPLITS[split], text_bytes, tokens)
@@ -405,7 +412,8 @@ def main():
         if not path.endswith((".parquet", ".jsonl", ".jsonl.gz")):
             fail(f"{path}: expected a name that ends in .parquet, .jsonl or .jsonl.gz")
     os.makedirs(args.out, exist_ok=True)
-    keys = ("input", "column", "tokenizer", "vocab_size", "train_bytes", "val", "test", "shard_tokens", "max_tokens")
+    keys = ("input", "column", "tokenizer", "vocab_size", "train_bytes", "val", "test", "shard_tokens",
+            "max_tokens")
     writer = Writer(args.out, args.name, args.shard_tokens, {key: getattr(args, key) for key in keys})
     state = writer.state
     if state["rows"]:
@@ -417,8 +425,8 @@ def main():
     if not state["done"]:
         tokenize(args, writer, tokenizer)
     for name, split in state["splits"].items():
-        print(f"{name:5} {split['documents']:>9} documents {split['bytes']:>13} bytes {split['tokens']:>12} tokens"
-              f" in {split['shards']} shard{'' if split['shards'] == 1 else 's'}")
+        print(f"{name:5} {split['documents']:>9} documents {split['bytes']:>13} bytes {split['tokens']:>12}"
+              f" tokens in {split['shards']} shard{'' if split['shards'] == 1 else 's'}")
     print(f"vocabulary {vocabulary}; train on them with --train '{args.out}/{args.name}_train_*.bin'"
           f" --tokenizer {tokenizer}")
 

@@ -149,7 +149,8 @@ def test_text_to_shards():
         for text, want in [
             (b"one", [b"one"]), (b"one\n", [b"one"]), (b"one\n\ntwo\n", [b"one", b"two"]),
             (b"\n\n\none\n\n\n\n\ntwo\n\n\n", [b"one", b"two"]), (b"a\nb\n\nc", [b"a\nb", b"c"]),
-            (b"one\n  \t\ntwo\n ", [b"one", b"two"]), (b"one\r\n\r\ntwo\r\nthree\r\n", [b"one", b"two\r\nthree"]),
+            (b"one\n  \t\ntwo\n ", [b"one", b"two"]),
+            (b"one\r\n\r\ntwo\r\nthree\r\n", [b"one", b"two\r\nthree"]),
             (b"  one  \n\n\ttwo", [b"  one  ", b"\ttwo"]), (b"\xef\xbb\xbfone\n\ntwo", [b"one", b"two"]),
             (b"a\n\n\xef\xbb\xbfb", [b"a", b"\xef\xbb\xbfb"]), (b"nul\0byte\n\nx", [b"nul\0byte", b"x"]),
             (b"<|endoftext|>", [b"<|endoftext|>"])]:
@@ -158,8 +159,10 @@ def test_text_to_shards():
 
     with case("any separator, with \\n, \\t, \\\\ in it"):
         for flag, text, want in [
-            ("<|>", b"a\n\nb<|>c<|><|>\n<|>d\n", [b"a\n\nb", b"c", b"d"]), ("\\n", b"a\nb\n\nc", [b"a", b"b", b"c"]),
-            ("\\n---\\n", b"a\n---\nb---c\n----\nd", [b"a", b"b---c\n----\nd"]), ("\\t", b"a\\tb\tc", [b"a\\tb", b"c"]),
+            ("<|>", b"a\n\nb<|>c<|><|>\n<|>d\n", [b"a\n\nb", b"c", b"d"]),
+            ("\\n", b"a\nb\n\nc", [b"a", b"b", b"c"]),
+            ("\\n---\\n", b"a\n---\nb---c\n----\nd", [b"a", b"b---c\n----\nd"]),
+            ("\\t", b"a\\tb\tc", [b"a\\tb", b"c"]),
             ("\\\\t", b"a\\tb\tc", [b"a", b"b\tc"]), ("\\r\\n", b"a\r\nb\nc", [b"a", b"b\nc"]),
             ("aab", b"xaaaabyaab", [b"xaa", b"y"])]:
             got = train_only(text, "--separator", flag)
@@ -172,22 +175,25 @@ def test_text_to_shards():
         assert convert(b"\n\n".join(documents)) == {s: [d for d in documents if split_of(d) == s]
                                                     for s in ("train", "val", "test")}
         result = convert(b"\n\n".join(documents), "--val", "30", "--test=0")
-        assert result == {s: [d for d in documents if split_of(d, 30, 0) == s] for s in ("train", "val", "test")}
+        splits = ("train", "val", "test")
+        assert result == {s: [d for d in documents if split_of(d, 30, 0) == s] for s in splits}
         print(f"     {len(documents)} documents, --val 30: {len(result['val'])} in val")
         folder = fresh_folder()
-        a, b = write(folder, "a", b"\n\n".join(documents[:700])), write(folder, "b", b"\n\n".join(documents[700:]))
+        a = write(folder, "a", b"\n\n".join(documents[:700]))
+        b = write(folder, "b", b"\n\n".join(documents[700:]))
         run(TOOL, "--out", folder + "/ab", a, b)
         run(TOOL, "--out", folder + "/ba", b, a)
         ab, ba = everything(folder + "/ab"), everything(folder + "/ba")
         assert all(sorted(ab[s]) == sorted(ba[s]) for s in ab) and ab != ba
 
-    with case("--shard-tokens bounds shards; they begin with a document; together they are the one large shard"):
+    with case("--shard-tokens bounds shards; they begin with a document; together they are the large one"):
         documents = some_documents(1, 300) + [b"long " * 300] + some_documents(2, 50)
         text = b"\n\n".join(documents)
         folder = fresh_folder()
         path = write(folder, "in.txt", text)
         run(TOOL, "--out", folder + "/one", "--val", 0, "--test", 0, path)
-        run(TOOL, "--out", folder + "/many", "--val", 0, "--test", 0, "--shard-tokens", 1000, "--name", "many", path)
+        run(TOOL, "--out", folder + "/many", "--val", 0, "--test", 0, "--shard-tokens", 1000, "--name", "many",
+            path)
         [whole], shards = read_split(folder + "/one", "train"), read_split(folder + "/many", "train", "many")
         assert sum(shards, []) == whole and documents_of(shards) == documents
         assert shards == greedy(documents, 1000)
@@ -236,7 +242,8 @@ def test_text_to_shards():
                 want = [a, b] if separator[0] == 10 else [a + b"\xc3\xa9", b"\xc3\xa9" + b]
                 assert train_only(a + separator + b) == want, f"{before} bytes before {separator}"
             assert train_only(a + b"<cut>" + b, "--separator", "<cut>") == [a, b]
-        assert train_only(b"a" * (piece - 1) + b"\n" + b"b" * piece) == [b"a" * (piece - 1) + b"\n" + b"b" * piece]
+        one = b"a" * (piece - 1) + b"\n" + b"b" * piece
+        assert train_only(one) == [one]
 
     with case("standard input, a byte at a time, gives the same as a file"):
         text = b"\xef\xbb\xbf" + b"\n\n".join(some_documents(3, 20)) + b"\n \n"
@@ -261,7 +268,8 @@ def test_text_to_shards():
                 got = b"\n\n".join(train_only(text, "--bad-utf8", "replace")).decode()
                 assert got.replace("\ufffd", "") == want.replace("\ufffd", ""), f"{what}: {got}"
                 assert got.count("\ufffd") == len(bytes_), f"{what}: {got}"
-                assert train_only(text, "--bad-utf8=skip") == [d for d in text.split(b"\n\n") if bytes_ not in d], what
+                good = [d for d in text.split(b"\n\n") if bytes_ not in d]
+                assert train_only(text, "--bad-utf8=skip") == good, what
         print(f"     {len(bad)} kinds of bad bytes")
 
     with case("the place of a bad byte: behind a byte order mark, far into a file, in the second file"):
@@ -278,12 +286,14 @@ def test_text_to_shards():
         path, out = write(folder, "a", b"a"), folder + "/out"
         for flags, says in [
             ((), "--out"), (("--out", out), "no text files"), (("--out",), "--out: no value"),
-            (("--out", out, "--val", "x", path), "--val: got 'x'"), (("--out", out, "--val", "101", path), "--val"),
+            (("--out", out, "--val", "x", path), "--val: got 'x'"),
+            (("--out", out, "--val", "101", path), "--val"),
             (("--out", out, "--val=60", "--test=41", path), "60 + 41"),
             (("--out", out, "--nonsense", "1", path), "--nonsense"),
             (("--out", out, "--shard-tokens", "0", path), "--shard-tokens"),
             (("--out", out, "--bad-utf8", "no", path), "--bad-utf8"),
-            (("--out", out, "--separator", "", path), "--separator"), (("--out", out, "--name", "a/b", path), "--name"),
+            (("--out", out, "--separator", "", path), "--separator"),
+            (("--out", out, "--name", "a/b", path), "--name"),
             (("--out", out, "--shard-tokens", "99999999999999999999", path), "--shard-tokens")]:
             run(TOOL, *flags, status=2, says=says)
             assert not os.path.exists(out), f"{flags}: wrote something"
@@ -328,8 +338,8 @@ def test_text_to_shards():
     with case("a run that is killed leaves no shards; the next one starts afresh"):
         folder = fresh_folder()
         documents = some_documents(6, 20000)  # more than the tool reads at a time
-        process = subprocess.Popen([TOOL, "--out", folder, "--shard-tokens", "1000", "-"], stdin=subprocess.PIPE,
-                                   stdout=subprocess.DEVNULL)
+        process = subprocess.Popen([TOOL, "--out", folder, "--shard-tokens", "1000", "-"],
+                                   stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
         process.stdin.write(b"\n\n".join(documents) + b"\n\n")
         process.stdin.flush()
         deadline = time.time() + 60
@@ -342,7 +352,8 @@ def test_text_to_shards():
         assert len(left) >= 3 and not glob.glob(folder + "/*.bin"), left
         run(TOOL, "--out", folder, "-", stdin=b"\n\n".join(documents[:50]))
         assert sorted(sum(everything(folder).values(), [])) == sorted(documents[:50])
-        assert os.listdir(folder) == [os.path.basename(p) for p in glob.glob(folder + "/text_*")], os.listdir(folder)
+        left = os.listdir(folder)
+        assert left == [os.path.basename(p) for p in glob.glob(folder + "/text_*")], left
 
     with case("memory does not grow with the text"):
         folder, piece, peaks = fresh_folder(), b"\n\n".join(some_documents(7, 5000)) + b"\n\n", {}
@@ -360,7 +371,8 @@ def test_text_to_shards():
                 peaks[sent] = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
         process.stdin.close()
         assert process.wait(120) == 0
-        print("     " + ", ".join(f"{s >> 20} MiB of text: {p / 2 ** 20:.1f} MiB of memory" for s, p in peaks.items()))
+        for size, peak in peaks.items():
+            print(f"     {size >> 20} MiB of text: {peak / 2 ** 20:.1f} MiB of memory")
         first, last = peaks.values()
         assert last - first < 8 << 20, peaks
 
@@ -426,7 +438,7 @@ def test_fineweb_edu_sh():
 
     def holds(folder, names):
         found = {os.path.basename(p): open(p, "rb").read() for p in glob.glob(folder + "/*")}
-        assert found == {n: good[n] for n in names}, f"{sorted(found)}, expected {sorted(names)}, or other contents"
+        assert found == {n: good[n] for n in names}, f"{sorted(found)}, expected {sorted(names)}, or contents"
 
     with case("fineweb_edu.sh fetches N shards and the validation shard; a second run fetches nothing"):
         Server.files, folder = dict(good), fresh_folder() + "/new/folder"
@@ -577,14 +589,16 @@ def test_fineweb_edu_py():
         vocabulary = write(folder, "bytes.bin", bytes_tokenizer())
         tokenize(folder, "--input", path, "--tokenizer", vocabulary, "--column", "body")
         assert sorted(sum(everything(folder + "/out", "fineweb_edu").values(), [])) == sorted(documents)
-        tokenize(folder, "--input", path, "--tokenizer", vocabulary, "--name", "b", status=1, says="no column 'text'")
+        tokenize(folder, "--input", path, "--tokenizer", vocabulary, "--name", "b", status=1,
+                 says="no column 'text'")
 
     with case("a run killed in the middle and started again ends with the files of one left alone"):
         need("numpy", "tiktoken")
         folder, documents = fresh_folder(), some_documents(10, 3000, 1000)
         documents[::10] = [b""] * 300  # counted as read, though nothing is written for them
         vocabulary = write(folder, "bytes.bin", bytes_tokenizer())
-        flags = ["--tokenizer", vocabulary, "--shard-tokens", 50000, "--workers", 1, "--save-every", 0.2, "--val", 20]
+        flags = ["--tokenizer", vocabulary, "--shard-tokens", 50000, "--workers", 1, "--save-every", 0.2,
+                 "--val", 20]
         alone = folder + "/alone"
         os.mkdir(alone)
         path = write(folder, "a.jsonl", jsonl(documents))
@@ -601,8 +615,8 @@ def test_fineweb_edu_py():
             part = len(data) * 9 // 10
 
             def feed():
-                # Bit by bit, for longer than --save-every: on a fast machine the whole part would be read before
-                # the first save is due, and then nothing more would come that could set it off.
+                # Bit by bit, for longer than --save-every: on a fast machine the whole part would be read
+                # before the first save is due, and then nothing more would come that could set it off.
                 with contextlib.suppress(BrokenPipeError):  # the reader is killed
                     for piece in range(0, part, part // 40):
                         pipe.write(data[piece:min(piece + part // 40, part)])
@@ -623,7 +637,7 @@ def test_fineweb_edu_py():
         os.remove(path)
         write(folder, "a.jsonl", data)
         text = run(sys.executable, script, "--out", out, "--input", path, *flags, says="going on after ")
-        print(f"     killed after {rows} of {len(documents)} documents were saved; unfinished: {', '.join(left)}")
+        print(f"     killed after {rows} of {len(documents)} documents; unfinished: {', '.join(left)}")
         names = sorted(os.path.basename(p) for p in glob.glob(alone + "/*"))
         assert names == sorted(os.path.basename(p) for p in glob.glob(out + "/*")), glob.glob(out + "/*")
         for name in names:
@@ -654,8 +668,8 @@ def test_fineweb_edu_py():
             at += 1 + data[at]
         assert len(set(tokens)) == 500 and {bytes([b]) for b in range(256)} == set(tokens[:256])
         text = write(folder, "all.txt", b"<>".join(documents))
-        run(TOOL, "--out", folder + "/text", "--name", "fineweb_edu", "--separator", "<>", "--val", 1, "--test", 1,
-            "--tokenizer", folder + "/out/fineweb_edu_tokenizer.bin", text)
+        run(TOOL, "--out", folder + "/text", "--name", "fineweb_edu", "--separator", "<>", "--val", 1,
+            "--test", 1, "--tokenizer", folder + "/out/fineweb_edu_tokenizer.bin", text)
         count = 0
         for split in ("train", "val", "test"):
             got = read_split(folder + "/out", split, "fineweb_edu")
@@ -666,8 +680,8 @@ def test_fineweb_edu_py():
         size = sum(map(len, documents))
         print(f"     {size} bytes are {count} tokens, {size / count:.2f} bytes each")
         assert count < size / 2
-        tokenize(folder, "--input", path, "--tokenizer", "train", "--vocab-size", 60000, "--name", "b", status=1,
-                 says="--vocab-size 60000")
+        tokenize(folder, "--input", path, "--tokenizer", "train", "--vocab-size", 60000, "--name", "b",
+                 status=1, says="--vocab-size 60000")
 
     with case("fineweb_edu.py refuses what it cannot read: one line, and where"):
         need("numpy", "tiktoken")
@@ -683,7 +697,8 @@ def test_fineweb_edu_py():
         tokenize(folder, "--input", vocabulary, status=1, says="expected a name")
         tokenize(folder, "--input", path, "--tokenizer", path, "--name", "m", status=1, says="not a tokenizer")
         broken = write(folder, "b.bin", bytes_tokenizer()[:-20])
-        tokenize(folder, "--input", path, "--tokenizer", broken, "--name", "k", status=1, says="b.bin: 1530 bytes")
+        tokenize(folder, "--input", path, "--tokenizer", broken, "--name", "k", status=1,
+                 says="b.bin: 1530 bytes")
         for name, size, eot, tokens, says in [
                 ("first", 257, 0, BYTES[-1:] + BYTES[:-1], "end-of-text is token 0, expected the last, 256"),
                 ("past", 257, 257, BYTES, "not a tokenizer"),
@@ -696,7 +711,8 @@ def test_fineweb_edu_py():
             text = tokenize(folder, "--input", path, "--tokenizer", vocabulary, flag, value, status=2)
             assert flag in text.splitlines()[-1], text  # behind the usage
         write(folder + "/out", "z_train_000000.bin", b"")
-        tokenize(folder, "--input", path, "--tokenizer", vocabulary, "--name", "z", status=1, says="already there")
+        tokenize(folder, "--input", path, "--tokenizer", vocabulary, "--name", "z", status=1,
+                 says="already there")
 
 
 try:

@@ -25,7 +25,8 @@ def build_and_run(folder, *flags):
     source, program = os.path.join(folder, "program.cpp"), os.path.join(folder, "program")
     with open(source, "w") as file:
         file.write(PROGRAM)
-    subprocess.run([os.environ.get("CXX", "c++"), "-std=c++17", "-O2", *flags, "-I", ROOT, source, "-o", program], check=True)
+    compiler = os.environ.get("CXX", "c++")
+    subprocess.run([compiler, "-std=c++17", "-O2", *flags, "-I", ROOT, source, "-o", program], check=True)
     done = subprocess.run([program], capture_output=True, text=True)
     return done.returncode, done.stdout, done.stderr
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""The PyTorch model (dev/reference/rdattnres.py) against the derivation's numpy model and against the CPU trainer.
+"""The PyTorch model (dev/reference/rdattnres.py) against the derivation's numpy model and the CPU trainer.
 
-The trainer shows its loss in the log, and its gradients in a checkpoint: after one step from zero moments, without
-clipping, adam_m is (1 - 0.9) times the gradient. Both are compared with PyTorch in float64, and must be as near to
-it as PyTorch's own float32 is, up to a small factor; both distances are printed. How far float32 is off depends on
-luck where a sum happens to cancel, so PyTorch tries several times: with the channels in another order the model is
-the same and the roundings are not.
+The trainer shows its loss in the log, and its gradients in a checkpoint: after one step from zero moments,
+without clipping, adam_m is (1 - 0.9) times the gradient. Both are compared with PyTorch in float64, and must be
+as near to it as PyTorch's own float32 is, up to a small factor; both distances are printed. How far float32 is
+off depends on luck where a sum happens to cancel, so PyTorch tries several times: with the channels in another
+order the model is the same and the roundings are not.
 """
 import contextlib
 import io
@@ -74,12 +74,12 @@ def relative_error(got, want):
 
 
 def permuted(tensors, order):
-    """The same model with its channels in another order; heads and feed-forward channels stay where they are."""
+    """The same model with its channels in another order; heads and feed-forward channels stay in place."""
     return {n: x.index_select(1 if n in ("wo", "w_down") else x.dim() - 1, order) for n, x in tensors.items()}
 
 
 def plain_errors(checkpoint, batch, loss, grads):
-    """The worst errors of PyTorch in float32 over several orders of the channels: of the loss, {of each gradient}."""
+    """The worst errors of PyTorch in float32 over several orders of channels: of loss, {of each gradient}."""
     model = RDAttnRes.from_checkpoint(checkpoint, torch.float32)
     params = {n: p.detach().clone() for n, p in model.named_parameters()}
     loss_error, errors = 0.0, dict.fromkeys(grads, 0.0)
@@ -101,7 +101,8 @@ def trainer(folder, config, *flags):
         command += ["--" + name, value]
     result = subprocess.run([*command, *map(str, flags)], capture_output=True, text=True, errors="replace",
                             env={**os.environ, "OMP_NUM_THREADS": "1"})  # too small a model for more
-    assert result.returncode == 0, f"{' '.join(command)}: exit {result.returncode}: {result.stderr or result.stdout}"
+    said = result.stderr or result.stdout
+    assert result.returncode == 0, f"{' '.join(command)}: exit {result.returncode}: {said}"
 
 
 def compare_with_trainer(arch, S, folder):
@@ -134,7 +135,8 @@ def compare_with_trainer(arch, S, folder):
     print(f"    {arch:8} S={S} gradients of {len(rows)} tensors, the worst {name}: error {ours:.1e}, "
           f"of float32 there {plain:.1e}")
     assert ours <= max(FACTOR * plain, FLOOR), f"{name}: {ours} against {plain}"
-    for n, zero in (("wte", moments["wte"][config.V:]), *((n, m[0]) for n, m in moments.items() if "attn_route" in n)):
+    first_routes = [(n, m[0]) for n, m in moments.items() if "attn_route" in n]
+    for n, zero in [("wte", moments["wte"][config.V:]), *first_routes]:
         assert zero.abs().max() == 0, f"{n}: padding rows and the first layer's routes have no gradient"
 
 
@@ -179,7 +181,8 @@ with case("the command line prints the loss of the first windows"):
         params["wte"][:] = 0  # every logit is 0: the loss is log V, whatever the rest
         write_checkpoint(checkpoint, config, params)
         write_shard(shard, np.arange(100))
-        command = [sys.executable, str(ROOT / "dev/reference/rdattnres.py"), str(checkpoint), str(shard), "--double"]
+        program = str(ROOT / "dev/reference/rdattnres.py")
+        command = [sys.executable, program, str(checkpoint), str(shard), "--double"]
         output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     print("    " + output.strip().split("\n")[-1])
     assert f"loss {np.log(131):.9g} nats a token over 72 tokens" in output

@@ -83,7 +83,8 @@ class Peer(rdattnres.RDAttnRes):
         self.config = config
         for name, value in weights.items():
             layered = name not in ("wte", "out_route_gain", "out_route", "final_norm")
-            setattr(self, name, nn.ParameterList(value.clone().unbind(0)) if layered else nn.Parameter(value.clone()))
+            own = value.clone()
+            setattr(self, name, nn.ParameterList(own.unbind(0)) if layered else nn.Parameter(own))
 
     def matrices_and_vectors(self):
         parameters = list(self.parameters())
@@ -105,8 +106,8 @@ class TorchSteps:
     def __init__(self, config, weights, tokens, targets, compiled):
         self.model, self.batch = Peer(config, weights), (tokens, targets)
         matrices, vectors = self.model.matrices_and_vectors()
-        self.optimiser = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
-                                           lr=1e-4, betas=(0.9, 0.95), eps=1e-8, fused=True)
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimiser = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, fused=True)
         self.loss = torch.compile(self.model.loss) if compiled else self.model.loss
 
     def step(self):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draws dev/doc/depth_memory.svg: who reads what, and who writes where, in a model of 6 layers in blocks of 4 sublayers.
+"""Draws dev/doc/depth_memory.svg: who reads what and writes where, with 6 layers in blocks of 4 sublayers.
 
     python dev/doc/depth_memory.py            # writes the picture beside this file
     python dev/doc/depth_memory.py --check    # exit 1 if the file there is not what this script draws
@@ -25,8 +25,10 @@ PALETTE = {
 
 def style():
     def rules(theme):
-        return "".join(f".f-{n}{{fill:{c[theme]}}}.s-{n}{{stroke:{c[theme]};fill:none}}" for n, c in PALETTE.items())
-    return ("<style>text{font-family:system-ui,-apple-system,'Segoe UI',Helvetica,Arial,'DejaVu Sans',sans-serif}"
+        return "".join(f".f-{n}{{fill:{c[theme]}}}.s-{n}{{stroke:{c[theme]};fill:none}}"
+                       for n, c in PALETTE.items())
+    return ("<style>"
+            "text{font-family:system-ui,-apple-system,'Segoe UI',Helvetica,Arial,'DejaVu Sans',sans-serif}"
             ".mono{font-family:ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace}"
             f"{rules(0)}@media(prefers-color-scheme:dark){{{rules(1)}}}</style>")
 
@@ -79,8 +81,8 @@ def sources_of(i):
 
 def draw_model():
     text(28, 38, "The depth memory", size=20, bold=True)
-    text(972, 38, f"{L} layers = {SITES} sublayers, in blocks of S = {S}. A site mixes the lanes marked by its dots, "
-         "by a softmax.", "soft", anchor="end")
+    text(972, 38, f"{L} layers = {SITES} sublayers, in blocks of S = {S}. A site mixes the lanes marked by its "
+         "dots, by a softmax.", "soft", anchor="end")
     for n in range(SITES // S):  # a panel for the sublayers of each block
         x = column(n * S) - 27
         rect(x, 58, S * DX - 6, 318, "panel", r=8)
@@ -108,7 +110,8 @@ def draw_model():
         if not head:
             arrow(x + 20, BOX_Y + BOX_H, x + 20, LANE[i // S + 1] - 3, "write")
         rect(x - 25, BOX_Y, 50, BOX_H, "page", "ink" if head else "edge", r=6)
-        text(x, BOX_Y + 17, "head" if head else ("attn" if attention else "ffn"), size=13, anchor="middle", bold=True)
+        name = "head" if head else "attn" if attention else "ffn"
+        text(x, BOX_Y + 17, name, size=13, anchor="middle", bold=True)
         text(x, BOX_Y + 32, "logits" if head else f"i = {i}", "soft", 11, "middle")
         text(x - 9, 366, str(len(lanes)), size=13, anchor="middle")
     text(28, 366, "sources K")
@@ -145,9 +148,10 @@ def draw_site():
             rect(x, y - 9, 76, 18, "page", "edge", 3)
             rect(x, y - 9, 76 * share, 18, route, r=3)
             text(x + 71, y + 4, f"{share:.2f}", size=10.5, anchor="end")
-    text(40, top + 222, "z_j = query . (gain * rmsnorm(s_j)), p = softmax(z), h = sum_j p_j s_j", size=12.5, mono=True)
-    text(40, top + 244, "Keys are normalised, values are the raw sources; no 1/sqrt(C), no bias. One gain, two queries.",
-         "soft", 12)
+    text(40, top + 222, "z_j = query . (gain * rmsnorm(s_j)), p = softmax(z), h = sum_j p_j s_j", size=12.5,
+         mono=True)
+    text(40, top + 244, "Keys are normalised, values are the raw sources; no 1/sqrt(C), no bias. One gain, two "
+         "queries.", "soft", 12)
 
     y_qk, y_v, middle = top + 94, top + 170, top + 132
     for y, color, mix, weight, result in ((y_qk, "qk", "h_qk", "wqk", "Q, K"), (y_v, "v", "h_v", "wv", "V")):
@@ -179,10 +183,12 @@ def picture():
     rect(0.5, 0.5, WIDTH - 1, HEIGHT - 1, "page", "edge", 10)
     draw_model()
     draw_site()
-    description = ("Columns are sublayers, rows are the embedding and the blocks. Each sublayer reads the embedding, all "
-                   "finished blocks and the partial block, attention with two queries, and adds its output to the partial.")
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
-            f'role="img"><title>The depth memory of RD-AttnRes</title><desc>{escape(description)}</desc>\n'
+    description = ("Columns are sublayers, rows are the embedding and the blocks. Each sublayer reads the "
+                   "embedding, all finished blocks and the partial block, attention with two queries, and adds "
+                   "its output to the partial.")
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
+            f'height="{HEIGHT}" role="img"><title>The depth memory of RD-AttnRes</title>'
+            f'<desc>{escape(description)}</desc>\n'
             + style() + "\n" + "\n".join(shapes) + "\n</svg>\n")
 
 
