@@ -168,9 +168,10 @@ class Project:
         if command.startswith("python3 dev/reference"):
             need("torch", "safetensors", "numpy")
         self.shell(command + cut)
-        if cut:  # the checkpoint of the whole run, as the next commands name it
+        if cut:  # the checkpoint gets the name of a whole run's last, which the next commands expect
+            [steps] = re.findall(r"schedule +([\d,]+) steps", self.shell(TRAINERS[0] + " --dry-run"))
             for first in self.copy.glob("runs/*/ckpt_00000001.safetensors"):
-                first.rename(first.with_name("ckpt_00002400.safetensors"))
+                first.rename(first.with_name(f"ckpt_{int(steps.replace(',', '')):08}.safetensors"))
 
     def check(self, command):
         for words in split(command):
