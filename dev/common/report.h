@@ -99,7 +99,7 @@ inline std::string arithmetic_table(const Config& c, const Options& o, double ra
   text += format(" FLOP a token: matrices %.1f%%, attention %.1f%%, routes %.1f%%\n", percent * f.matmul,
                  percent * f.attention, percent * f.routes);
   text += format("            %.6g FLOP in all; ", all);
-  text += rate > 0 ? duration_text(all / rate) + " at " + rate_name : "time n/a: its peak rate is not known";
+  text += rate > 0 ? duration_text(all / rate) + " at " + rate_name : "time n/a: the peak rate is not known";
   return text + "\n";
 }
 
