@@ -103,7 +103,8 @@ class StoryTeller {
   Story story;
   std::vector<Person> people;
   std::vector<Thing> things;
-  std::vector<size_t> places;  // of this story: few, so that looking back helps at any place, not only in answers
+  std::vector<size_t> places;  // of this story: few, so that looking back helps at any place named, not only
+                               // in answers
   std::vector<std::string> named_people, named_places;  // in the order of the text
 
   size_t below(size_t n) { return size_t(uniform(SEED, stream, draw++) * double(n)); }

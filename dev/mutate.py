@@ -27,7 +27,8 @@ MUTANTS = os.path.join(ROOT, "dev", "mutants.txt")
 MINIMUM_LIMIT = 30  # seconds, however short a test usually is
 
 # What a test runs besides itself.
-PROGRAMS = {"run": ["train_rdattnres_cpu"], "crash": ["train_rdattnres_cpu"], "data_tools": ["data/text_to_shards"]}
+PROGRAMS = {"run": ["train_rdattnres_cpu"], "crash": ["train_rdattnres_cpu"],
+            "data_tools": ["data/text_to_shards"]}
 
 Fault = namedtuple("Fault", "line what file tests old new")  # line: where it stands in mutants.txt
 
