@@ -1,4 +1,4 @@
-# make            the CPU trainer                    make train   generate stories and learn them (a minute)
+# make            the CPU trainer                    make train   generate stories and learn them (two minutes)
 # make test       every test this machine can run    make help    all targets and switches
 #
 # Needs a C++17 compiler and make. OpenMP is used if a trial build finds it.
