@@ -72,11 +72,11 @@ data/text_to_shards: data/text_to_shards.cpp Makefile | $(BUILD)
 $(BUILD)/test_%: tests/test_%.cpp Makefile | $(BUILD)
 	$(CXX) $(FLAGS) $(OMPFLAGS) -DFILL_NAN -MMD -MP -MF $@.d $< -o $@
 
-# The run test starts the trainer; its sanitized build starts a sanitized one.
+# Two tests start the trainer; their sanitized builds start a sanitized one.
 $(BUILD)/train_rdattnres_cpu_asan: train_rdattnres_cpu.cpp Makefile | $(BUILD)
 	$(CXX) $(FLAGS) $(OMPFLAGS) $(ASAN) -MMD -MP -MF $@.d $< -o $@
-$(BUILD)/test_run_asan: $(BUILD)/train_rdattnres_cpu_asan
-$(BUILD)/test_run_asan: FLAGS += -DTRAINER_PATH='"$(BUILD)/train_rdattnres_cpu_asan"'
+$(BUILD)/test_run_asan $(BUILD)/test_crash_asan: $(BUILD)/train_rdattnres_cpu_asan
+$(BUILD)/test_run_asan $(BUILD)/test_crash_asan: FLAGS += -DTRAINER_PATH='"$(BUILD)/train_rdattnres_cpu_asan"'
 $(BUILD)/test_%_asan: tests/test_%.cpp Makefile | $(BUILD)
 	$(CXX) $(FLAGS) $(OMPFLAGS) $(ASAN) -DFILL_NAN -MMD -MP -MF $@.d $< -o $@
 

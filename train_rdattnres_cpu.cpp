@@ -1320,8 +1320,10 @@ static double product_rate() {
   std::vector<real> a(N * N, 1), b(N * N, 1), out(N * N);
   const double start = seconds_now();
   double seconds = 0, products = 0;
-  for (; seconds < 0.5; products++, seconds = seconds_now() - start)
+  while (seconds < 0.5) {
     matmul(out.data(), N, a.data(), N, false, b.data(), N, true, N, N, N, false);
+    products++, seconds = seconds_now() - start;
+  }
   return products * 2 * double(N * N * N) / seconds;
 }
 

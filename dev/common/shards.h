@@ -143,6 +143,6 @@ struct TokenData {
 inline void training_example(const TokenData& data, size_t T, uint64_t seed, uint64_t k,
                              int* inputs /* (T) */, int* targets /* (T) */) {
   const uint64_t n = data.num_windows(T);
-  if (n == 0) data.require_window(T);
+  if (n == 0) return data.require_window(T);  // fatal
   data.window(permute(seed, k / n, n, k % n), T, inputs, targets);
 }
