@@ -54,7 +54,7 @@ GENCODE  := $(if $(GPU_ARCH),-gencode arch=compute_$(GPU_ARCH)$(COMMA)code=sm_$(
               -gencode arch=compute_80$(COMMA)code=sm_80 -gencode arch=compute_90$(COMMA)code=[sm_90$(COMMA)compute_90])
 NVFLAGS  := -std=c++17 -O3 -I. $(GENCODE) -Xcompiler -Wall,-Wextra,-Wno-unknown-pragmas -lcublasLt -ldl
 
-.PHONY: all bench bench_gpu train train_emulated test test_gpu fuzz tidy ptxas doc paired help clean found need_nvcc
+.PHONY: all bench bench_gpu train train_emulated test test_gpu fuzz tidy tidy_cpu tidy_cuda ptxas doc paired help clean found need_nvcc
 all: found train_rdattnres_cpu
 
 found:
@@ -153,8 +153,10 @@ fuzz: $(if $(shell command -v clang++),$(FUZZERS) $(BUILD)/test_fuzz_asan)
 
 # clang-tidy with .clang-tidy: what goes wrong with index arithmetic. The CUDA file goes through the emulator's
 # headers, and without one check: products of thread numbers and of places in a tile are 32 bits wide on purpose.
-tidy:
+tidy: tidy_cpu tidy_cuda
+tidy_cpu:
 	clang-tidy --quiet train_rdattnres_cpu.cpp data/text_to_shards.cpp -- -std=c++17 -I. -Wno-unknown-pragmas
+tidy_cuda:
 	clang-tidy --quiet --checks=-bugprone-implicit-widening-of-multiplication-result train_rdattnres.cu -- \
 	  -x c++ -std=c++17 -Idev/emulator -I. -Wno-unknown-pragmas
 
