@@ -3,10 +3,10 @@
 //   make bench                    all sizes, all arms: a table, and a JSON line each in bench.jsonl
 //   build/bench small rd,block    some sizes (small, medium, s), some arms
 //
-// A step is what train_rdattnres_cpu does: forward, backward, clipping, AdamW. The arms take turns, one step each,
-// so what the machine does meanwhile hits all of them; the figure is the median of the rounds. They share one
-// set of buffers, those of `average`, whose tensors include everyone's. Peak memory is measured apart: a process
-// of its own for each arm that does two steps and ends.
+// A step is what train_rdattnres_cpu does: forward, backward, clipping, AdamW. The arms take turns, one step
+// each, so what the machine does meanwhile hits all of them; the figure is the median of the rounds. They share
+// one set of buffers, those of `average`, whose tensors include everyone's. Peak memory is measured apart: a
+// process of its own for each arm that does two steps and ends.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -26,7 +26,8 @@ constexpr Size SIZES[] = {{"small", 4, 128, 4, 640, 2, 256, 257, 8, 31},
 
 static Config config_of(const Size& size, Arch arch) {
   Config c;
-  c.arch = arch, c.L = size.L, c.C = size.C, c.NH = size.NH, c.F = size.F, c.S = size.S, c.T = size.T, c.V = size.V;
+  c.arch = arch, c.L = size.L, c.C = size.C, c.NH = size.NH, c.F = size.F, c.S = size.S;
+  c.T = size.T, c.V = size.V;
   return c;
 }
 
@@ -95,9 +96,10 @@ int main(int argc, char** argv) {
   threads = omp_get_max_threads();
 #endif
   const double peak = measure::peak_flops();
-  printf("%d thread%s, peak %.0f GFLOP/s in registers, float32\n\n", threads, threads > 1 ? "s" : "", peak / 1e9);
-  printf("%-7s %-9s %9s %9s %9s %10s %11s %11s\n", "size", "arch", "ms/step", "tok/s", "of peak", "time/first", "memory",
-         "predicted");
+  printf("%d thread%s, peak %.0f GFLOP/s in registers, float32\n\n", threads, threads > 1 ? "s" : "",
+         peak / 1e9);
+  printf("%-7s %-9s %9s %9s %9s %10s %11s %11s\n", "size", "arch", "ms/step", "tok/s", "of peak", "time/first",
+         "memory", "predicted");
   for (size_t first = 0; first < runs.size();) {
     const Size& size = *runs[first].first;
     size_t last = first;
@@ -119,10 +121,12 @@ int main(int argc, char** argv) {
       const double t = measure::median(seconds[i - first]), tokens = double(size.B * size.T);
       const double share = training_flops(config_of(size, runs[i].second), size.T).total() * tokens / t / peak;
       const double ratio = t / measure::median(seconds[0]);
-      printf("%-7s %-9s %9.1f %9.0f %8.1f%% %10.3f %11s %11s\n", size.name, arch, t * 1e3, tokens / t, share * 100,
-             ratio, human_bytes(memory[i].measured).c_str(), human_bytes(memory[i].predicted).c_str());
-      fprintf(json, "{\"size\": \"%s\", \"arch\": \"%s\", \"threads\": %d, \"batch\": %zu, \"context\": %zu, \"ms\": %.3f, "
-              "\"tok_s\": %.0f, \"peak_flops\": %.4g, \"share_of_peak\": %.4f, \"peak_bytes\": %zu, \"predicted_bytes\": %zu}\n",
+      printf("%-7s %-9s %9.1f %9.0f %8.1f%% %10.3f %11s %11s\n", size.name, arch, t * 1e3, tokens / t,
+             share * 100, ratio, human_bytes(memory[i].measured).c_str(),
+             human_bytes(memory[i].predicted).c_str());
+      fprintf(json, "{\"size\": \"%s\", \"arch\": \"%s\", \"threads\": %d, \"batch\": %zu, \"context\": %zu, "
+              "\"ms\": %.3f, \"tok_s\": %.0f, \"peak_flops\": %.4g, \"share_of_peak\": %.4f, "
+              "\"peak_bytes\": %zu, \"predicted_bytes\": %zu}\n",
               size.name, arch, threads, size.B, size.T, t * 1e3, tokens / t, peak, share, memory[i].measured,
               memory[i].predicted);
     }

@@ -3,9 +3,9 @@
 //   make build/matmul && build/matmul        C = 576: x (1024,576) times w (576,576) transposed
 //   build/matmul 512 2880 576                any M N K
 //
-// Every rung computes out (M,N) = x (M,K) w^T, w (N,K): the forward pass of a linear layer. Each differs from the
-// one before by one idea. A rung is checked against sums in double before it is timed; what is printed is its
-// best time of several, as a share of the peak that a loop in registers reaches on the spot. With OpenBLAS
+// Every rung computes out (M,N) = x (M,K) w^T, w (N,K): the forward pass of a linear layer. Each differs from
+// the one before by one idea. A rung is checked against sums in double before it is timed; what is printed is
+// its best time of several, as a share of the peak that a loop in registers reaches on the spot. With OpenBLAS
 // installed, make build/matmul_blas && build/matmul_blas compares the last rung with it at the model's shapes.
 #include "../bench/measure.h"  // clock, peak
 #define TESTING
@@ -48,9 +48,9 @@ static void reordered(const Product& p) {
       for (size_t j = 0; j < p.N; j++) p.out[i * p.N + j] += p.x[i * p.K + k] * wt[k * p.N + j];
 }
 
-// Rung 2: block. The rung before walks through all of w for every row of x. A few rows of w that fit the cache are
-// used for all rows of x before the next are fetched. It buys little where the third-level cache holds w and is
-// fast: every multiply-add still loads its sum and stores it again, and that is the limit now.
+// Rung 2: block. The rung before walks through all of w for every row of x. A few rows of w that fit the cache
+// are used for all rows of x before the next are fetched. It buys little where the third-level cache holds w
+// and is fast: every multiply-add still loads its sum and stores it again, and that is the limit now.
 static void blocked(const Product& p) {
   constexpr size_t K_BLOCK = 16;
   const std::vector<float> wt = transposed(p);
@@ -61,9 +61,9 @@ static void blocked(const Product& p) {
         for (size_t j = 0; j < p.N; j++) p.out[i * p.N + j] += p.x[i * p.K + k] * wt[k * p.N + j];
 }
 
-// Rung 3: keep the sums in registers. Until now every multiply-add loads and stores its sum. A tile of MR rows by
-// two vectors holds MR * 2 vector sums in registers for the whole of k; each step loads two vectors of w and MR
-// numbers of x for MR * 2 vector multiply-adds. It is the trainer's matmul_tile, on the unpacked copy of w.
+// Rung 3: keep the sums in registers. Until now every multiply-add loads and stores its sum. A tile of MR rows
+// by two vectors holds MR * 2 vector sums in registers for the whole of k; each step loads two vectors of w and
+// MR numbers of x for MR * 2 vector multiply-adds. It is the trainer's matmul_tile, on the unpacked copy of w.
 static void tile_unpacked(float* out, size_t ldo, const float* x, size_t K, const float* wt, size_t N) {
   vec sum[MR][2] = {};
   for (size_t k = 0; k < K; k++, wt += N) {
@@ -108,8 +108,9 @@ static void packed(const Product& p) {
   rest(p, rows, columns);
 }
 
-// Rung 5: the trainer's. The loops around the tile are cut so that a panel of x stays in the first cache, panels
-// of w in the second, all that is packed in the third; edges run the same tile; blocks of tiles go to threads.
+// Rung 5: the trainer's. The loops around the tile are cut so that a panel of x stays in the first cache,
+// panels of w in the second, all that is packed in the third; edges run the same tile; blocks of tiles go to
+// threads.
 static void trainers(const Product& p) { matmul_forward(p.out, p.x, p.w, p.M, p.K, p.N, p.N); }
 
 static void use_threads(int n) {
@@ -192,15 +193,17 @@ static int ladder(size_t M, size_t N, size_t K) {
 // Forward, input gradient and weight gradient of the model's layers, both libraries by turns, best of each.
 static void against_openblas(int threads) {
   const size_t layers[][3] = {  // rows, inputs, outputs
-    {256, 128, 384}, {2048, 128, 640}, {2048, 640, 128}, {1024, 256, 768}, {1024, 256, 1280}, {256, 576, 576},
-    {256, 576, 1152}, {1024, 576, 1152}, {1024, 576, 2880}, {1024, 2880, 576}, {4096, 576, 576}, {1024, 832, 4160},
-    {512, 2880, 2880}, {256, 576, 32768}, {256, 576, 50257}, {256, 128, 257}};
+    {256, 128, 384}, {2048, 128, 640}, {2048, 640, 128}, {1024, 256, 768}, {1024, 256, 1280},
+    {256, 576, 576}, {256, 576, 1152}, {1024, 576, 1152}, {1024, 576, 2880}, {1024, 2880, 576},
+    {4096, 576, 576}, {1024, 832, 4160}, {512, 2880, 2880}, {256, 576, 32768}, {256, 576, 50257},
+    {256, 128, 257}};
   use_threads(threads), openblas_set_num_threads(threads);
   const double peak = measure::peak_flops();
   double logs = 0, lowest = INFINITY;
   size_t count = 0;
   printf("\n%d thread%s, peak %.0f GFLOP/s\n", threads, threads > 1 ? "s" : "", peak / 1e9);
-  printf("%-9s %5s %6s %6s %9s %9s %9s %7s\n", "product", "M", "N", "K", "GFLOP/s", "of peak", "OpenBLAS", "ratio");
+  printf("%-9s %5s %6s %6s %9s %9s %9s %7s\n", "product", "M", "N", "K", "GFLOP/s", "of peak", "OpenBLAS",
+         "ratio");
   for (const auto& layer : layers)
     for (const int kind : {0, 1, 2}) {
       const size_t BT = layer[0], IC = layer[1], OC = layer[2];
