@@ -80,13 +80,6 @@ inline void split_average(real* da, real* db, size_t n) {  // da holds the gradi
   for (size_t i = 0; i < n; i++) da[i] = db[i] = da[i] / 2;
 }
 
-inline void zero(real* out, size_t n) {
-  constexpr size_t PIECE = 1 << 20;  // of a size for which memset does without reading first
-#pragma omp parallel for
-  for (size_t begin = 0; begin < n; begin += PIECE)
-    memset(out + begin, 0, std::min(PIECE, n - begin) * sizeof(real));
-}
-
 // e^x to about one unit in the last place (1.2 where there is no fused multiply-add), in operations that
 // compilers vectorise (std::exp is a call for every number). x = n ln 2 + r with |r| <= ln 2 / 2, so
 // e^x = 2^n e^r: a polynomial for e^r, and 2^n put together from its bits, as two factors so that results near
@@ -790,7 +783,8 @@ void model_create(Model& m, const Config& config, size_t B, size_t T, uint64_t s
   allocate_tensors(m.grads, config, "gradients");
   allocate_tensors(m.adam_m, config, "first moments");
   allocate_tensors(m.adam_v, config, "second moments");
-  for (Tensors<real>* family : {&m.grads, &m.adam_m, &m.adam_v}) zero(family->wte, m.num_elements);
+  for (Tensors<real>* family : {&m.grads, &m.adam_m, &m.adam_v})
+    memset(family->wte, 0, m.num_elements * sizeof(real));
   for_each_activation(m.acts, config, B, T, [&](const char* name, real*& pointer, size_t n) {
     pointer = alloc_array<real>(n, name);
     m.activation_bytes += n * sizeof(real);
@@ -960,7 +954,7 @@ void model_backward(Model& m, const int* tokens, size_t B, size_t T) {
   const Activations& a = m.acts;
   const size_t C = c.C, F = c.F, BT = B * T;
 
-  zero(a.dbank, (bank_index(c, c.sublayers()) + 1) * BT * C);
+  memset(a.dbank, 0, (bank_index(c, c.sublayers()) + 1) * BT * C * sizeof(real));
   read_sources_backward(m, site_at(m, c.sublayers(), BT), BT);  // h and x are still there from the forward
   for (size_t l = c.L; l-- > 0;) {
     {  // feed-forward: sublayer 2l + 1
@@ -1105,7 +1099,7 @@ void model_update(Model& m, size_t step, double grad_scale, double lr, double we
   }
 }
 
-void model_zero_grad(Model& m) { zero(m.grads.wte, m.num_elements); }
+void model_zero_grad(Model& m) { memset(m.grads.wte, 0, m.num_elements * sizeof(real)); }
 
 // Names the first tensor and layer of a family that holds a number that is not finite, or "" if all are.
 std::string find_non_finite(const Config& c, Tensors<real>& family) {
@@ -1236,8 +1230,8 @@ void next_token_logits(Model& m, const std::vector<int>& context, std::vector<fl
   logits.assign(m.acts.logits, m.acts.logits + c.V);
 }
 
-// Continues `context` by n tokens, or up to an end-of-text. Random numbers are a function of (seed, position): no
-// state, none disturbed.
+// Continues `context` by n tokens, or up to an end-of-text. Random numbers are a function of (seed, position):
+// no state, none disturbed.
 std::vector<int> generate(Model& m, std::vector<int> context, size_t n, double temperature, size_t top_k,
                           double top_p, uint64_t seed, int eot) {
   std::vector<float> logits;
