@@ -108,6 +108,7 @@ static void test_training() {
 }
 
 int main() {
+  omp_set_num_threads(4);  // whatever the environment says
   test_detection();
   test_training();
   return finish();
