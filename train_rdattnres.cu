@@ -2497,8 +2497,8 @@ void next_token_logits(Model<floatX>& m, const std::vector<int>& context, std::v
   download(logits.data(), m.acts.rows, c.V);
 }
 
-// Continues `context` by n tokens, or up to an end-of-text. Random numbers are a function of (seed, position): no
-// state, none disturbed.
+// Continues `context` by n tokens, or up to an end-of-text. Random numbers are a function of (seed, position):
+// no state, none disturbed.
 template <class floatX>
 std::vector<int> generate(Model<floatX>& m, std::vector<int> context, size_t n, double temperature,
                           size_t top_k, double top_p, uint64_t seed, int eot) {

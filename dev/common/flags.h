@@ -166,8 +166,8 @@ inline Config config_from(Options& o, size_t tokenizer_size) {
   const double rows = double(o.batch) * double(o.context) * double(2 * o.layers + 2);
   const double most = rows * double(8 * o.width + 4 * o.ffn + 2 * o.layers);
   if (most > 0x1p59)
-    fatal(EXIT_USAGE, "--batch: got %zu; expected activations, about %.0e numbers here, to fit in 64 bits", o.batch,
-          most);
+    fatal(EXIT_USAGE, "--batch: got %zu; expected activations, about %.0e numbers here, to fit in 64 bits",
+          o.batch, most);
   if (o.vocab < tokenizer_size && (!o.tokenizer.empty() || (o.train.empty() && o.val.empty())))
     fatal(EXIT_USAGE, "--vocab: got %zu, expected at least the tokenizer's %zu", o.vocab, tokenizer_size);
   if (o.steps > 0 && o.train.empty() && !o.val.empty())
