@@ -18,6 +18,15 @@
 #include <sstream>
 #include <string>
 
+// Built with the address sanitizer, by g++ or by clang.
+#if defined(__SANITIZE_ADDRESS__)
+#define ADDRESS_SANITIZER
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define ADDRESS_SANITIZER
+#endif
+#endif
+
 namespace check {
 
 struct State {

@@ -19,14 +19,6 @@
 #include "tests/check.h"
 #include "tests/child.h"
 
-#if defined(__SANITIZE_ADDRESS__)
-#define ADDRESS_SANITIZER
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer)
-#define ADDRESS_SANITIZER
-#endif
-#endif
-
 // ---- check.h -------------------------------------------------------------------------------------------
 
 static void test_check() {

@@ -10,7 +10,7 @@
 #include "tests/check.h"
 #include "tests/fuzz/targets.h"
 
-#if defined(__SANITIZE_ADDRESS__)
+#ifdef ADDRESS_SANITIZER
 #include <sanitizer/common_interface_defs.h>
 extern "C" const char* __asan_default_options() { return "max_allocation_size_mb=16"; }
 #endif
@@ -104,7 +104,7 @@ static void test_target(const FuzzTarget& target, size_t runs) {
 }
 
 int main(int argc, char** argv) {
-#if defined(__SANITIZE_ADDRESS__)
+#ifdef ADDRESS_SANITIZER
   __sanitizer_set_death_callback(keep_current);
 #endif
   const std::string mode = argc > 2 ? argv[1] : "";

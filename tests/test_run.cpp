@@ -255,7 +255,7 @@ static size_t resident(pid_t process) {
 
 static void long_run() {
   TEST("memory is flat from step 1,000 to step 10,000, with validation, samples and checkpoints");
-#ifdef __SANITIZE_ADDRESS__
+#ifdef ADDRESS_SANITIZER
   SKIP("the address sanitizer keeps freed memory; it looks for leaks itself, in all the runs above");
   return;
 #endif
