@@ -172,9 +172,9 @@ bench_gpu: need_nvcc
 	@$(MAKE) $(BUILD)/ladders_gpu
 	$(BUILD)/ladders_gpu $(ARGS)
 
-# Registers, spills and shared memory of every kernel, as the compiler reports them.
+# Registers, spills, shared memory and occupancy of the kernels that training spends its time in; fails if one spills.
 ptxas: train_rdattnres.cu | need_nvcc
-	$(NVCC) $(NVFLAGS) -Xptxas -v -c $< -o /dev/null 2>&1 | c++filt | grep -E "Compiling|registers|spill"
+	$(NVCC) $(NVFLAGS) -Xptxas -v -c $< -o /dev/null 2>&1 | python3 dev/ptxas.py $(ARGS)
 
 # The paired experiment in small: two arms, report and pictures, in a minute.
 paired: all
@@ -198,7 +198,7 @@ help:
 	@echo "                        or code for 8.0 and 9.0 and PTX where there is no card"
 	@echo "make train_emulated     the CUDA trainer without a GPU: a very small run through dev/emulator"
 	@echo "make test_gpu           the CUDA tests on a real card"
-	@echo "make ptxas              registers, spills and shared memory of every kernel"
+	@echo "make ptxas              registers, spills, shared memory, occupancy of the kernels; fails if one spills; needs python3"
 	@echo "make paired             the paired experiment in small: runs, report, pictures; needs python3"
 	@echo "make doc                the symbol table and the picture, made again"
 	@echo "make bench              tokens/s, share of peak, memory of a training step, every arm; ARGS='small rd,block'"

@@ -43,8 +43,9 @@
 #include "dev/common/data.h"        // Data, open_data: the splits of a run
 #include "dev/common/events.h"      // validation_event, routes_event, ...: lines of the log
 #include "dev/common/flags.h"       // Options, parse_flags, config_from: the command line
-#include "dev/common/flops.h"       // training_flops, peak_bf16_flops
+#include "dev/common/flops.h"       // training_flops, find_card
 #include "dev/common/log.h"         // Log, Event: log.jsonl
+#include "dev/common/profile.h"     // ProfileRow, profile_table
 #include "dev/common/random.h"      // normal, uniform: counter-based random numbers
 #include "dev/common/report.h"      // RouteStats and what people see on the screen
 #include "dev/common/run.h"         // the run's folder, its checkpoints, Ctrl-C
@@ -67,6 +68,7 @@ inline void cublas_check(cublasStatus_t status, const char* call, const char* fi
 }
 
 #ifdef __CUDACC__
+constexpr bool EMULATED = false;
 // launch(kernel, grid, block, shared_bytes, stream, arguments...): <<<>>> with the error checked.
 template <class... P, class... A>
 void launch_at(const char* file, int line, const char* text, void (*kernel)(P...), dim3 grid, dim3 block,
@@ -129,12 +131,6 @@ constexpr float EPS = 1e-6f;  // inside every rmsnorm, routes included
 
 // ---- utilities -----------------------------------------------------------------------------------------
 
-struct NvtxRange {  // names a stretch of the time line for Nsight Systems
-  explicit NvtxRange(const char* name) { nvtxRangePushA(name); }
-  ~NvtxRange() { nvtxRangePop(); }
-};
-#define NVTX_RANGE() NvtxRange nvtx_range(__func__)
-
 inline unsigned ceil_div(size_t a, size_t b) { return unsigned((a + b - 1) / b); }
 
 // A matrix product that cuBLASLt has been asked about: see matmul.
@@ -156,6 +152,78 @@ struct Gpu {
 };
 inline Gpu device;
 constexpr size_t CUBLAS_WORKSPACE = size_t(32) << 20;
+
+// What a function must move, each large array once, and compute. 0: not stated.
+struct Work {
+  double bytes, flops;
+  size_t M = 0, N = 0, K = 0;  // of a product
+  explicit Work(double bytes = 0, double flops = 0) : bytes(bytes), flops(flops) {}
+};
+
+// --profile: an event at both ends of every range below, read when the step is over.
+struct Profile {
+  struct Span { std::string name; Work work; size_t outer; cudaEvent_t begin, end; };
+  bool on = false;
+  size_t open = SIZE_MAX;           // the innermost range under way
+  std::vector<Span> spans;          // of this step
+  std::vector<cudaEvent_t> events;  // made earlier, free to use
+  std::vector<ProfileRow> rows;
+
+  cudaEvent_t event() {
+    cudaEvent_t e;
+    if (events.empty()) CUDA_CHECK(cudaEventCreate(&e));
+    else e = events.back(), events.pop_back();
+    return e;
+  }
+  void begin(const char* name, const Work& work) {
+    const std::string shape = work.M ? format(" %zu x %zu x %zu", work.M, work.N, work.K) : "";
+    spans.push_back({name + shape, work, open, event(), event()});
+    open = spans.size() - 1;
+    CUDA_CHECK(cudaEventRecord(spans[open].begin, device.stream));
+  }
+  void end() {
+    CUDA_CHECK(cudaEventRecord(spans[open].end, device.stream));
+    open = spans[open].outer;
+  }
+  ProfileRow& row(const std::string& name) {
+    for (ProfileRow& r : rows)
+      if (r.name == name) return r;
+    return rows.emplace_back(ProfileRow{name});
+  }
+  void end_step() {
+    CUDA_CHECK(cudaStreamSynchronize(device.stream));
+    for (const Span& span : spans) {
+      float ms = 0;
+      CUDA_CHECK(cudaEventElapsedTime(&ms, span.begin, span.end));
+      if (span.outer != SIZE_MAX) row(spans[span.outer].name).ms -= double(ms);  // counts where it was spent
+      ProfileRow& r = row(span.name);
+      r.calls++, r.ms += double(ms), r.bytes += span.work.bytes, r.flops += span.work.flops;
+      events.push_back(span.begin), events.push_back(span.end);
+    }
+    spans.clear();
+  }
+  // The table of what was gathered; nothing is left behind.
+  std::string finish(size_t steps) {
+    const std::string table = profile_table(rows, steps, !EMULATED);
+    for (cudaEvent_t e : events) CUDA_CHECK(cudaEventDestroy(e));
+    *this = Profile();
+    return table;
+  }
+};
+inline Profile profile;
+
+// Names a stretch of the time line, for Nsight Systems and for --profile.
+struct Range {
+  explicit Range(const char* name, const Work& work) {
+    nvtxRangePushA(name);
+    if (profile.on) profile.begin(name, work);
+  }
+  ~Range() {
+    if (profile.on) profile.end();
+    nvtxRangePop();
+  }
+};
+#define NVTX_RANGE(...) Range nvtx_range(__func__, Work(__VA_ARGS__))  // NVTX_RANGE(bytes, flops) or ()
 
 // Device memory. `hint` says what to lower when there is not enough.
 inline void* device_alloc(size_t bytes, const char* what, const char* hint) {
@@ -185,6 +253,10 @@ template <class T> void upload(T* to, const T* from, size_t n) {
 template <class T> void download(T* to, const T* from, size_t n) {
   CUDA_CHECK(cudaMemcpyAsync(to, from, n * sizeof(T), cudaMemcpyDeviceToHost, device.stream));
   CUDA_CHECK(cudaStreamSynchronize(device.stream));
+}
+// Returns at once. The host memory is pinned and left alone until the stream has come this far.
+template <class T> void copy_later(T* to, const T* from, size_t n, cudaMemcpyKind direction) {
+  CUDA_CHECK(cudaMemcpyAsync(to, from, n * sizeof(T), direction, device.stream));
 }
 template <class T>
 void zero(T* p, size_t n) {
@@ -372,7 +444,7 @@ void embedding_forward(floatX* out,         // (BT,C)
                        const int* tokens,   // (BT)
                        const floatX* wte,   // (Vp,C)
                        size_t BT, size_t C) {
-  NVTX_RANGE();
+  NVTX_RANGE(2 * BT * C * sizeof(floatX));
   launch(embedding_forward_kernel<floatX>, ceil_div(BT * C / 8, 256), 256, 0, device.stream, out, tokens, wte,
          BT, C);
 }
@@ -598,7 +670,7 @@ void route_forward(floatX* x,                        // (R,BT,C), one if average
                    const float* w,                   // (R,C): query * gain
                    const float* norm,                // (C)
                    bool average, size_t BT, size_t C, size_t ldp, size_t R) {
-  NVTX_RANGE();
+  NVTX_RANGE(double(sources.K() + (average ? 1 : R)) * BT * C * sizeof(floatX));
   with_vectors(C, [&](auto NV) {
     constexpr int N = decltype(NV)::value;
     const unsigned grid = ceil_div(BT, ROUTE_WARPS);
@@ -766,8 +838,9 @@ void route_backward(
     bool average, bool first,
     float* rows,  // workspace (token_blocks(), 3, C)
     size_t BT, size_t C, size_t ldp) {
-  NVTX_RANGE();
   const size_t R = size_t(routes.count), blocks = std::min<size_t>(ceil_div(BT, ROUTE_WARPS), token_blocks());
+  const size_t inputs = average ? 1 : R, partial = !dpartial ? 0 : first ? 1 : 2;  // dx in and x out; dh out
+  NVTX_RANGE(double(sources.K() + 2 * inputs + R + partial) * BT * C * sizeof(floatX));
   with_vectors(C, [&](auto NV) {
     constexpr int N = decltype(NV)::value;
     const size_t smem = ROUTE_WARPS * (1 + R) * C * sizeof(float);
@@ -879,10 +952,10 @@ void route_backward_bank(
     bool first,
     float* rows,                     // workspace (token_blocks(), MAX_ROUTE_LIST, C)
     size_t BT, size_t C, size_t ldp) {
-  NVTX_RANGE();
   const size_t K = sources.i / sources.S + 1, threads = (C / 4 + 31) / 32 * 32, warps = threads / 32;
   const size_t group = threads <= 256 ? MAX_ROUTE_LIST : 4;  // registers for that many routes
-  const size_t blocks = std::min(BT, token_blocks());
+  const size_t blocks = std::min(BT, token_blocks()), visits = (routes.size() + group - 1) / group;
+  NVTX_RANGE(double(K * (3 * visits - first) + routes.size()) * BT * C * sizeof(floatX));
   for (size_t r0 = 0; r0 < routes.size(); r0 += group) {
     RouteList list;
     while (size_t(list.count) < group && r0 + list.count < routes.size()) {
@@ -932,7 +1005,7 @@ void rmsnorm_forward(floatX* x,            // (BT,C)
                      const floatX* h,      // (BT,C)
                      const float* weight,  // (C)
                      size_t BT, size_t C) {
-  NVTX_RANGE();
+  NVTX_RANGE(2 * BT * C * sizeof(floatX));
   launch(rmsnorm_forward_kernel<floatX>, ceil_div(BT, 4), 128, 0, device.stream, x, rstd, h, weight, BT, C);
 }
 
@@ -984,7 +1057,7 @@ void rmsnorm_backward(floatX* dh,                            // (BT,C): adds, or
                       bool first,
                       float* rows,                           // workspace (token_blocks(),C)
                       size_t BT, size_t C) {
-  NVTX_RANGE();
+  NVTX_RANGE((first ? 3 : 4) * BT * C * sizeof(floatX));
   const size_t blocks = std::min<size_t>(ceil_div(BT, ROUTE_WARPS), token_blocks());
   launch(rmsnorm_backward_kernel<floatX>, unsigned(blocks), ROUTE_THREADS, ROUTE_WARPS * C * sizeof(float),
          device.stream, dh, rows, dx, h, rstd, weight, first, BT, C);
@@ -993,8 +1066,11 @@ void rmsnorm_backward(floatX* dh,                            // (BT,C): adds, or
 
 // ---- matrix products -----------------------------------------------------------------------------------
 
-// cuBLASLt is asked once per kind of product which algorithm it would take; the answer is kept. Inputs are
-// floatX, sums float32, the output floatX or float32.
+// cuBLASLt is asked once per kind of product which algorithm it would take; the answer is kept. Not the fastest
+// of several by the clock: two runs could then choose differently, and round differently. Its first suggestion
+// depends on the library, the card, the shapes and the workspace's size alone, and the library promises the
+// same bits from run to run while one stream is active. Inputs are floatX, sums float32, the output floatX or
+// float32.
 template <class T> cudaDataType data_type() { return std::is_same<T, float>::value ? CUDA_R_32F : CUDA_R_16BF; }
 inline unsigned alignment_of(const void* p) {  // the largest power of two up to 256 that divides the address
   const uintptr_t address = reinterpret_cast<uintptr_t>(p) | 256;
@@ -1065,13 +1141,47 @@ void matmul(Out* out, size_t ldo, const In* a, size_t lda, bool trans_a, const I
                               device.workspace, CUBLAS_WORKSPACE, device.stream));
 }
 
+// What this card reaches, to set a share of its maker's peak beside: operations a second of one large product
+// (n,n) (n,n) in bf16, the median of five. Random numbers: a card may run faster over zeros.
+inline double measure_matrix_rate(size_t n) {
+  std::vector<bf16> numbers(n * n);
+  for (size_t i = 0; i < numbers.size(); i++)
+    numbers[i] = i < 65521 ? __float2bfloat16(normal(1, STREAM_TEST, i)) : numbers[i - 65521];
+  bf16 *a = device_array<bf16>(n * n, "a product to measure"), *out = device_array<bf16>(n * n, "its result");
+  bf16* addend = nullptr;
+  upload(a, numbers.data(), n * n);
+  cudaEvent_t begin, end;
+  CUDA_CHECK(cudaEventCreate(&begin));
+  CUDA_CHECK(cudaEventCreate(&end));
+  std::vector<float> ms(5);
+  for (int run = -2; run < 5; run++) {  // the first two find the algorithm and wake the card
+    CUDA_CHECK(cudaEventRecord(begin, device.stream));
+    matmul(out, n, a, n, false, a, n, true, n, n, n, addend);
+    CUDA_CHECK(cudaEventRecord(end, device.stream));
+    CUDA_CHECK(cudaEventSynchronize(end));
+    if (run >= 0) CUDA_CHECK(cudaEventElapsedTime(&ms[size_t(run)], begin, end));
+  }
+  CUDA_CHECK(cudaEventDestroy(begin));
+  CUDA_CHECK(cudaEventDestroy(end));
+  CUDA_CHECK(cudaFree(a));
+  CUDA_CHECK(cudaFree(out));
+  std::sort(ms.begin(), ms.end());
+  return 2 * double(n) * double(n) * double(n) / (double(ms[2]) * 1e-3);
+}
+
+inline Work product_work(size_t M, size_t N, size_t K) {
+  Work work(0, 2 * double(M) * double(N) * double(K));
+  work.M = M, work.N = N, work.K = K;
+  return work;
+}
+
 // out = x w^T (+ addend); rows of out and addend stand ldo apart: Q, K and V share one packed buffer.
 template <class floatX>
 void matmul_forward(floatX* out,           // (BT,OC), rows ldo apart
                     const floatX* x,       // (BT,IC)
                     const floatX* w,       // (OC,IC)
                     size_t BT, size_t IC, size_t OC, size_t ldo, const floatX* addend = nullptr) {
-  NVTX_RANGE();
+  NVTX_RANGE(product_work(BT, OC, IC));
   matmul(out, ldo, x, IC, false, w, IC, true, BT, OC, IC, addend);
 }
 
@@ -1082,7 +1192,7 @@ void matmul_backward_input(floatX* dx,          // (BT,IC); adds if add_dx
                            const floatX* dout,  // (BT,OC), rows ldo apart
                            const floatX* w,     // (OC,IC)
                            size_t BT, size_t IC, size_t OC, size_t ldo, bool add_dx = false) {
-  NVTX_RANGE();
+  NVTX_RANGE(product_work(BT, IC, OC));
   matmul(dx, IC, dout, ldo, false, w, IC, false, BT, IC, OC, add_dx ? dx : nullptr);
 }
 template <class floatX>
@@ -1090,7 +1200,7 @@ void matmul_backward_weight(float* dw,           // (OC,IC)
                             const floatX* dout,  // (BT,OC), rows ldo apart
                             const floatX* x,     // (BT,IC)
                             size_t BT, size_t IC, size_t OC, size_t ldo) {
-  NVTX_RANGE();
+  NVTX_RANGE(product_work(OC, IC, BT));
   matmul(dw, IC, dout, ldo, true, x, IC, false, OC, IC, BT, dw);
 }
 
@@ -1144,12 +1254,12 @@ void rope_rotate(floatX* qkv,           // (B,T,3C)
 }
 template <class floatX>
 void rope_forward(floatX* qkv, const float2* angles, size_t B, size_t T, size_t C, size_t NH) {
-  NVTX_RANGE();
+  NVTX_RANGE(4 * B * T * C * sizeof(floatX));
   rope_rotate(qkv, angles, B, T, C, NH, 1);
 }
 template <class floatX>
 void rope_backward(floatX* dqkv, const float2* angles, size_t B, size_t T, size_t C, size_t NH) {
-  NVTX_RANGE();
+  NVTX_RANGE(4 * B * T * C * sizeof(floatX));
   rope_rotate(dqkv, angles, B, T, C, NH, -1);
 }
 
@@ -1564,6 +1674,10 @@ bool with_tensor_cores(size_t HS, F f) {
     default: return false;
   }
 }
+// Forward: token t meets t + 1 tokens, in two products, 4C operations each time. Backward: five such products.
+inline double attention_flops(size_t B, size_t T, size_t C) {
+  return 4 * double(C) * double(B) * double(T) * double(T + 1) / 2;
+}
 inline void check_head_size(size_t HS) {
   if (HS > MAX_HEAD_SIZE)
     fatal(EXIT_ERROR, "head size %zu: attention on the GPU goes up to %zu", HS, MAX_HEAD_SIZE);
@@ -1574,7 +1688,7 @@ void attention_forward(floatX* att,        // (B,T,C)
                        float* lse,         // (B,NH,T)
                        const floatX* qkv,  // (B,T,3C): Q's heads, K's heads, V's heads
                        size_t B, size_t T, size_t C, size_t NH) {
-  NVTX_RANGE();
+  NVTX_RANGE(0, attention_flops(B, T, C));
   const size_t HS = C / NH;
   const float scale = 1 / std::sqrt(float(HS));
   check_head_size(HS);
@@ -1599,7 +1713,7 @@ void attention_backward(floatX* dqkv,                        // (B,T,3C)
                         const floatX* qkv,                   // (B,T,3C)
                         const floatX* att, const float* lse,  // (B,T,C), (B,NH,T)
                         size_t B, size_t T, size_t C, size_t NH) {
-  NVTX_RANGE();
+  NVTX_RANGE(0, 2.5 * attention_flops(B, T, C));
   const size_t HS = C / NH;
   const float scale = 1 / std::sqrt(float(HS));
   check_head_size(HS);
@@ -1640,7 +1754,7 @@ template <class floatX>
 void swiglu_forward(floatX* act,                            // (n)
                     const floatX* gate, const floatX* up,   // (n)
                     size_t n) {
-  NVTX_RANGE();
+  NVTX_RANGE(3 * n * sizeof(floatX));
   launch(swiglu_forward_kernel<floatX>, ceil_div(n / 8, 256), 256, 0, device.stream, act, gate, up, n);
 }
 
@@ -1666,7 +1780,7 @@ void swiglu_backward(floatX* dgate, floatX* dup, floatX* act,  // (n)
                      const floatX* dact,                       // (n)
                      const floatX* gate, const floatX* up,     // (n)
                      size_t n) {
-  NVTX_RANGE();
+  NVTX_RANGE(6 * n * sizeof(floatX));
   launch(swiglu_backward_kernel<floatX>, ceil_div(n / 8, 256), 256, 0, device.stream, dgate, dup, act, dact,
          gate, up, n);
 }
@@ -1726,6 +1840,17 @@ __global__ void cross_entropy_kernel(float* losses, int* guesses, floatX* logits
   }
 }
 
+template <class floatX>
+void cross_entropy(float* losses,       // (rows), nats
+                   int* guesses,        // (rows), or null
+                   floatX* logits,      // (rows,Vp): becomes the logits' gradients, if `gradients`
+                   const int* targets,  // (rows)
+                   float dloss, bool gradients, size_t rows, size_t V, size_t Vp) {
+  NVTX_RANGE(rows * (V + (gradients ? Vp : 0)) * sizeof(floatX));
+  launch(cross_entropy_kernel<floatX>, unsigned(rows), CROSS_ENTROPY_THREADS, 0, device.stream, losses, guesses,
+         logits, targets, dloss, gradients, V, Vp);
+}
+
 // logits = x wte^T over the V real tokens, loss = -log softmax(logits)[target], a chunk of rows at a time: its
 // losses and, if dx is given, its gradients, before the next chunk overwrites the buffer.
 //   dlogits = (softmax(logits) - onehot(target)) dloss      dx = dlogits wte      dwte += dlogits^T x
@@ -1744,8 +1869,8 @@ void classifier(float* losses,        // (BT), nats
   for (size_t row0 = 0; row0 < BT; row0 += chunk_rows) {
     const size_t rows = std::min(chunk_rows, BT - row0);
     matmul_forward(logits, x + row0 * C, wte, rows, C, Vp, Vp);
-    launch(cross_entropy_kernel<floatX>, unsigned(rows), CROSS_ENTROPY_THREADS, 0, device.stream, losses + row0,
-           guesses ? guesses + row0 : nullptr, logits, targets + row0, dloss, dx != nullptr, V, Vp);
+    cross_entropy(losses + row0, guesses ? guesses + row0 : nullptr, logits, targets + row0, dloss,
+                  dx != nullptr, rows, V, Vp);
     if (!dx) continue;
     matmul_backward_input(dx + row0 * C, logits, wte, rows, C, Vp, Vp);
     matmul_backward_weight(dwte, logits, x + row0 * C, rows, C, Vp, Vp);
@@ -1785,6 +1910,15 @@ struct Activations {
   Fold* folds;           // (routes)
 };
 
+// A micro-batch on its way through the GPU: the pinned memory that copies read and write behind the host's
+// back.
+struct InFlight {
+  int *tokens, *targets;  // (B,T)
+  int* sorted_tokens;     // (3 B,T + 1)
+  float* losses;          // (B,T)
+  cudaEvent_t done;       // the losses are here, and the rest may be overwritten
+};
+
 template <class floatX>
 struct Model {
   Config config;
@@ -1796,6 +1930,7 @@ struct Model {
   size_t num_weights = 0;                        // elements of the rounded copies, 0 for float
   size_t chunk_rows = 0;                         // rows that the classifier works on at a time
   Activations<floatX> acts = {};
+  InFlight in_flight[2] = {};  // while the GPU works on one micro-batch, the host fills the other
 };
 
 inline void allocate_tensors(Tensors<float>& tensors, const Config& config, const char* family) {
@@ -1959,6 +2094,13 @@ void model_create(Model<floatX>& m, const Config& config, size_t B, size_t T, ui
                       [&](const char*, const char* name, auto*& pointer, size_t n) {
                         pointer = device_array<std::remove_reference_t<decltype(*pointer)>>(n, name, hint);
                       });
+  for (InFlight& batch : m.in_flight) {
+    CUDA_CHECK(cudaMallocHost(&batch.tokens, B * T * sizeof(int)));
+    CUDA_CHECK(cudaMallocHost(&batch.targets, B * T * sizeof(int)));
+    CUDA_CHECK(cudaMallocHost(&batch.sorted_tokens, (3 * B * T + 1) * sizeof(int)));
+    CUDA_CHECK(cudaMallocHost(&batch.losses, B * T * sizeof(float)));
+    CUDA_CHECK(cudaEventCreateWithFlags(&batch.done, cudaEventDisableTiming));
+  }
   const std::vector<float> angles = rope_angles(T, config.HS());
   upload(reinterpret_cast<float*>(m.acts.rope_angles), angles.data(), angles.size());
   const std::vector<Fold> folds = fold_table(m);
@@ -1973,6 +2115,13 @@ void model_free(Model<floatX>& m) {
   if (m.num_weights > 0) CUDA_CHECK(cudaFree(m.weights.wte));
   for_each_activation(m.acts, m.config, m.B, m.T, m.recompute, m.chunk_rows,
                       [](const char*, const char*, auto*& pointer, size_t) { CUDA_CHECK(cudaFree(pointer)); });
+  for (InFlight& batch : m.in_flight) {
+    CUDA_CHECK(cudaFreeHost(batch.tokens));
+    CUDA_CHECK(cudaFreeHost(batch.targets));
+    CUDA_CHECK(cudaFreeHost(batch.sorted_tokens));
+    CUDA_CHECK(cudaFreeHost(batch.losses));
+    CUDA_CHECK(cudaEventDestroy(batch.done));
+  }
   m = Model<floatX>();
 }
 
@@ -2033,16 +2182,15 @@ void gate_and_up(Model<floatX>& m, size_t l, size_t BT) {
   matmul_forward(a.up + kept, a.x, m.weights.w_up + l * c.F * c.C, BT, c.C, c.F, c.F);
 }
 
-// tokens (B,T), on the host. Leaves what the head reads, final_norm * rmsnorm(h_out), in acts.x.
+// Of the (B,T) tokens in acts.tokens. Leaves what the head reads, final_norm * rmsnorm(h_out), in acts.x.
 template <class floatX>
-void model_forward(Model<floatX>& m, const int* tokens, size_t B, size_t T) {
+void model_forward(Model<floatX>& m, size_t B, size_t T) {
   NVTX_RANGE();
   const Config& c = m.config;
   const Tensors<floatX>& w = m.weights;
   const Activations<floatX>& a = m.acts;
   const size_t C = c.C, F = c.F, BT = B * T;
 
-  upload(a.tokens, tokens, BT);
   embedding_forward(a.stream, a.tokens, w.wte, BT, C);
   for (size_t l = 0; l < c.L; l++) {
     {  // attention: sublayer 2l
@@ -2178,26 +2326,42 @@ inline double mean_loss(const float* losses, size_t BT) {
   return sum / double(BT);
 }
 
-// Loss of one micro-batch; adds the gradient of (its mean loss / accumulation) to m.grads. tokens and targets
-// (B,T) are on the host.
+// Sends off the micro-batch whose tokens and targets (B,T) are in `batch`: adds the gradient of (its mean loss
+// / accumulation) to m.grads. Returns long before the GPU is done; finish_micro_batch waits, and returns the
+// loss.
 template <class floatX>
-double model_loss_and_gradients(Model<floatX>& m, const int* tokens, const int* targets, size_t B, size_t T,
-                                size_t accumulation = 1) {
+void start_micro_batch(Model<floatX>& m, InFlight& batch, size_t B, size_t T, size_t accumulation) {
   const Config& c = m.config;
   const Activations<floatX>& a = m.acts;
   const size_t BT = B * T;
   std::vector<int> sorted;
-  const size_t distinct = sort_tokens(sorted, tokens, BT, c.V);
-  upload(a.sorted_tokens, sorted.data(), sorted.size());
-  upload(a.targets, targets, BT);
-  model_forward(m, tokens, B, T);
+  const size_t distinct = sort_tokens(sorted, batch.tokens, BT, c.V);
+  std::copy(sorted.begin(), sorted.end(), batch.sorted_tokens);
+  copy_later(a.tokens, batch.tokens, BT, cudaMemcpyHostToDevice);
+  copy_later(a.targets, batch.targets, BT, cudaMemcpyHostToDevice);
+  copy_later(a.sorted_tokens, batch.sorted_tokens, sorted.size(), cudaMemcpyHostToDevice);
+  model_forward(m, B, T);
   classifier(a.losses, nullptr, a.dh, m.grads.wte, a.x, m.weights.wte, a.targets,
              1 / (float(BT) * float(accumulation)), a.logits, m.chunk_rows, BT, c.C, c.V, c.Vp());
   model_backward(m, B, T,
                  {a.sorted_tokens, a.sorted_tokens + BT, a.sorted_tokens + BT + distinct + 1, distinct});
-  std::vector<float> losses(BT);
-  download(losses.data(), a.losses, BT);
-  return mean_loss(losses.data(), BT);
+  copy_later(batch.losses, a.losses, BT, cudaMemcpyDeviceToHost);
+  CUDA_CHECK(cudaEventRecord(batch.done, device.stream));
+}
+inline double finish_micro_batch(const InFlight& batch, size_t BT) {
+  CUDA_CHECK(cudaEventSynchronize(batch.done));
+  return mean_loss(batch.losses, BT);
+}
+
+// Both at once: the loss of one micro-batch; tokens and targets (B,T) are on the host.
+template <class floatX>
+double model_loss_and_gradients(Model<floatX>& m, const int* tokens, const int* targets, size_t B, size_t T,
+                                size_t accumulation = 1) {
+  InFlight& batch = m.in_flight[0];
+  std::copy(tokens, tokens + B * T, batch.tokens);
+  std::copy(targets, targets + B * T, batch.targets);
+  start_micro_batch(m, batch, B, T, accumulation);
+  return finish_micro_batch(batch, B * T);
 }
 
 // Losses only, per token in acts.losses; guesses (B,T), or null, gets the most likely next tokens.
@@ -2207,8 +2371,9 @@ double model_loss(Model<floatX>& m, const int* tokens, const int* targets, size_
   const Config& c = m.config;
   const Activations<floatX>& a = m.acts;
   const size_t BT = B * T;
+  upload(a.tokens, tokens, BT);
   upload(a.targets, targets, BT);
-  model_forward(m, tokens, B, T);
+  model_forward(m, B, T);
   floatX* no_gradients = nullptr;
   classifier(a.losses, a.guesses, no_gradients, nullptr, a.x, m.weights.wte, a.targets, 0, a.logits,
              m.chunk_rows, BT, c.C, c.V, c.Vp());
@@ -2293,7 +2458,7 @@ __global__ void add_sums_kernel(double* sums) {  // the total takes the first pl
 inline double global_norm(const float* g,  // (n)
                           double* sums,    // workspace (NORM_BLOCKS)
                           size_t n) {
-  NVTX_RANGE();
+  NVTX_RANGE(n * sizeof(float));
   launch(square_sums_kernel, NORM_BLOCKS, SUM_THREADS, 0, device.stream, sums, g, n);
   launch(add_sums_kernel, 1, SUM_THREADS, 0, device.stream, sums);
   double total = 0;
@@ -2331,7 +2496,7 @@ __global__ void adamw_kernel(float* p, floatX* working, float* m, float* v, cons
 template <class floatX>
 void adamw(float* p, floatX* working, float* m, float* v, const float* g, size_t n, double grad_scale,
            double lr, double decay, size_t step) {
-  NVTX_RANGE();
+  NVTX_RANGE(n * (7 * sizeof(float) + (working ? sizeof(floatX) : 0)));
   const AdamStep by = {float(grad_scale), float(lr), float(lr * decay),
                        float(1 / (1 - std::pow(ADAM_BETA1, double(step)))),
                        float(1 / (1 - std::pow(ADAM_BETA2, double(step))))};
@@ -2353,7 +2518,10 @@ void model_update(Model<floatX>& m, size_t step, double grad_scale, double lr, d
 }
 
 template <class floatX>
-void model_zero_grad(Model<floatX>& m) { zero(m.grads.wte, m.num_elements); }
+void model_zero_grad(Model<floatX>& m) {
+  NVTX_RANGE(m.num_elements * sizeof(float));
+  zero(m.grads.wte, m.num_elements);
+}
 
 // Names the first tensor and layer of a family that holds a number that is not finite, or "" if all are.
 inline std::string find_non_finite(const Config& c, Tensors<float>& family) {
@@ -2488,7 +2656,8 @@ template <class floatX>
 void next_token_logits(Model<floatX>& m, const std::vector<int>& context, std::vector<float>& logits) {
   const Config& c = m.config;
   const size_t n = std::min(context.size(), m.T);
-  model_forward(m, context.data() + context.size() - n, 1, n);
+  upload(m.acts.tokens, context.data() + context.size() - n, n);
+  model_forward(m, 1, n);
   // acts.rows is free between steps, and float32: the sampler sees unrounded logits.
   float* out = nullptr;
   matmul(m.acts.rows, c.Vp(), m.acts.x + (n - 1) * c.C, c.C, false, m.weights.wte, c.C, true, 1, c.Vp(), c.C,
@@ -2519,21 +2688,30 @@ struct StepResult { double loss, norm; };
 // Example numbers position .. position + B * accumulation - 1 of the run's data order, B at a time; clipping;
 // one update. step counts from 1. Stops the program, naming the tensor, before a number that is not finite
 // reaches the parameters.
+//
+// The host stays ahead: it reads a micro-batch and queues its kernels while the GPU works on the one before,
+// and waits once a step, for the norm, because the update depends on it. It does not wait for the update, which
+// runs while the next step reads its first micro-batch. So the loss is there when the step returns, and a
+// step's time is that of its kernels, though the update it holds is that of the step before.
 template <class floatX>
 StepResult train_step(Model<floatX>& m, const TokenData& data, const Options& o, size_t position, size_t step,
                       double lr) {
   NVTX_RANGE();
   const size_t B = m.B, T = m.T, accumulation = o.total_batch / (B * T);
-  std::vector<int> tokens(B * T), targets(B * T);
   StepResult result = {0, 0};
+  const auto finish = [&](size_t micro) {
+    result.loss += finish_micro_batch(m.in_flight[micro % 2], B * T) / double(accumulation);
+  };
   model_zero_grad(m);
   for (size_t micro = 0; micro < accumulation; micro++) {
+    if (micro >= 2) finish(micro - 2);  // its memory is needed again
+    InFlight& batch = m.in_flight[micro % 2];
     for (size_t b = 0; b < B; b++)
-      training_example(data, T, o.seed, position + micro * B + b, &tokens[b * T], &targets[b * T]);
-    result.loss +=
-        model_loss_and_gradients(m, tokens.data(), targets.data(), B, T, accumulation) / double(accumulation);
+      training_example(data, T, o.seed, position + micro * B + b, batch.tokens + b * T, batch.targets + b * T);
+    start_micro_batch(m, batch, B, T, accumulation);
   }
   result.norm = grad_norm(m);
+  for (size_t micro = std::max<size_t>(accumulation, 2) - 2; micro < accumulation; micro++) finish(micro);
   if (!std::isfinite(result.loss) || !std::isfinite(result.norm)) {
     fatal(EXIT_ERROR, "step %zu: loss %g, gradient norm %g, first bad number in %s; expected finite numbers."
           " No update was made; resume from the last checkpoint, with a lower --lr", step, result.loss,
@@ -2541,7 +2719,6 @@ StepResult train_step(Model<floatX>& m, const TokenData& data, const Options& o,
   }
   const double scale = o.clip > 0 && result.norm > o.clip ? o.clip / result.norm : 1;
   model_update(m, step, scale, lr, o.weight_decay, o.query_lr_mult);
-  CUDA_CHECK(cudaStreamSynchronize(device.stream));  // so that a step's time is its own
   return result;
 }
 
@@ -2601,7 +2778,8 @@ static size_t largest_batch(const Config& c, bool recompute, size_t bytes) {
 
 template <class floatX>
 static double peak_flops() {  // of this card, a second; 0: not known, as for fp32 on any card
-  return sizeof(floatX) == 2 ? peak_bf16_flops(device.properties.name) : 0;
+  const Card* card = sizeof(floatX) == 2 ? find_card(device.properties.name) : nullptr;
+  return card ? card->tflops * 1e12 : 0;
 }
 
 template <class floatX>
@@ -2615,6 +2793,12 @@ static void print_start(const Run<floatX>& run) {
   printf("GPU         %s, %s free of %s; largest batch that fits: %zu\n", device.properties.name,
          human_bytes(free).c_str(), human_bytes(total).c_str(),
          largest_batch<floatX>(run.config, o.recompute, free + CUBLAS_WORKSPACE));
+  if (sizeof(floatX) == 2) {
+    const double measured = EMULATED || o.dry_run ? 0 : measure_matrix_rate(8192);
+    printf("%s", peak_line(device.properties.name, measured).c_str());
+  } else {
+    printf("peak        n/a: the figures in dev/common/flops.h are for bf16\n");
+  }
   for (const auto& split : run.data.splits())
     printf("%s", data_line(split.first, *split.second, run.config.T).c_str());
   const double peak = peak_flops<floatX>();
@@ -2702,6 +2886,7 @@ static int run_training(const Options& options, Checkpoint& checkpoint, const ch
   const double peak = peak_flops<floatX>();
   const double start = seconds_now();
   double timed = 0;  // seconds of all steps but the first, in which cuBLASLt chooses its algorithms
+  size_t profiled = 0;  // steps since --profile began to look
   for (;;) {
     const bool finished = run.step >= o.steps, stopping = stop_requested && !finished;
     // Events of the step at which a resumed run begins are in its log already.
@@ -2713,6 +2898,8 @@ static int run_training(const Options& options, Checkpoint& checkpoint, const ch
     if (stopping || (due(o.checkpoint_every) && (run.step > 0 || finished))) save(run, log);
     if (finished || stopping) break;
 
+    constexpr size_t WARM_UP = 2;  // steps that --profile lets pass: algorithms are chosen, the card wakes
+    profile.on = profiled < o.profile && run.step >= first_step + WARM_UP;
     const double lr = learning_rate(run.step, o.steps, o.warmup, o.lr, o.min_lr_ratio), before = seconds_now();
     const StepResult result = train_step(run.model, run.data.train, o, run.position, run.step + 1, lr);
     const double seconds = seconds_now() - before;
@@ -2730,7 +2917,13 @@ static int run_training(const Options& options, Checkpoint& checkpoint, const ch
                   .add("lr", lr)
                   .add("ms", seconds * 1000)
                   .add("tok_s", double(o.total_batch) / seconds));
+    if (!profile.on) continue;
+    profile.end_step();
+    profile.on = false;  // what happens between steps is not looked at
+    if (++profiled == o.profile) printf("%s", profile.finish(profiled).c_str());
   }
+  if (profiled > 0 && profiled < o.profile) printf("%s", profile.finish(profiled).c_str());  // a short run
+  if (o.profile > 0 && profiled == 0) printf("profile: no step after the two of the warm-up\n");
   const double seconds = seconds_now() - start;
   if (run.step < o.steps) {
     printf("stopped at step %zu of %zu; go on with: %s --resume %s\n", run.step, o.steps, program,

@@ -342,6 +342,55 @@ template <class floatX> void test_validation() {
   gpu::model_free(m), gpu::model_free(wide);
 }
 
+// Copies and kernels are queued and the host goes on; --profile puts events between them. Neither may show. The
+// emulator does queued work at once, as late as it may, or in between.
+template <class floatX> void test_queueing() {
+  TEST(format("queued copies, and looking with --profile: same bits, %s",
+              std::is_same<floatX, bf16>::value ? "bf16" : "fp32"));
+  const Config c = small_config(Arch::rd, 2);
+  const TokenData data = made_up_tokens();
+  const Options o = step_options(1);  // four micro-batches a step take turns in two places
+  const auto train = [&](bool look) {
+    gpu::Model<floatX> m;
+    gpu::model_create(m, c, 1, T, 4);
+    Steps steps;
+    gpu::profile.on = look;
+    TRAIN(gpu, m, data, o, 0, 2, steps);
+    if (look) gpu::profile.end_step();
+    gpu::profile.on = false;
+    const std::vector<float> end = parameters_of(m);
+    gpu::model_free(m);
+    return std::make_tuple(steps.losses, steps.norms, end);
+  };
+  const auto plain = train(false);
+  CHECK(train(true) == plain);
+  size_t elements = 0;
+  for (const TensorSpec& t : tensor_table(c)) elements += t.size();
+  const size_t micro_batches = 2 * o.total_batch / T;
+  const auto row = [](const char* name) { return gpu::profile.row(name); };
+  CHECK_EQ(row("train_step").calls, 2u);
+  CHECK_EQ(row("model_forward").calls, micro_batches);
+  CHECK_EQ(row("attention_forward").calls, micro_batches * c.L);
+  CHECK_EQ(row("attention_forward").flops, double(micro_batches * c.L) * 4 * double(c.C) * T * (T + 1) / 2);
+  CHECK_EQ(row(format("matmul_forward %zu x %zu x %zu", T, c.F, c.C).c_str()).calls, micro_batches * c.L * 2);
+  CHECK_EQ(row(format("matmul_backward_weight %zu x %zu x %zu", c.C, c.F, T).c_str()).flops,
+           double(micro_batches * c.L) * 2 * double(c.C * c.F * T));
+  CHECK_EQ(row("route_forward").calls, micro_batches * 2 * c.L);  // every site but the first
+  CHECK_EQ(row("model_zero_grad").bytes, 2.0 * 4 * double(elements));
+  const std::string table = gpu::profile.finish(2);
+  printf("%s", table.c_str());
+  CHECK((table.find("emulated: no times") != std::string::npos) == EMULATED);
+  CHECK(gpu::profile.rows.empty() && gpu::profile.events.empty());
+#ifndef __CUDACC__
+  const emu::Order order = emu::order;
+  for (emu::Order other : {emu::Order::forward, emu::Order::reverse, emu::Order::random}) {
+    emu::order = other;
+    CHECK(train(false) == plain);
+  }
+  emu::order = order;
+#endif
+}
+
 template <class floatX> void test_all(bool brief) {
   test_gradients<floatX>(Arch::rd, 4);  // the last block is half a block
   if (!brief) {
@@ -355,6 +404,7 @@ template <class floatX> void test_all(bool brief) {
   }
   test_validation<floatX>();
   test_training<floatX>(Arch::rd);
+  if (!brief || std::is_same<floatX, bf16>::value) test_queueing<floatX>();
 }
 
 int main() {

@@ -91,6 +91,7 @@ static void test_refusals() {
     {{"--keep", "-1"}, "--keep: got '-1'"},
     // GPU only
     {{"--dtype", "bf16"}, "--dtype: for the GPU trainer only"},
+    {{"--profile", "5"}, "--profile: for the GPU trainer only"},
     {{"--recompute"}, "--recompute: for the GPU trainer only"},
     // combinations that cannot be
     {{"--width", "128", "--heads", "3"}, "--heads: got 3; expected width / heads, here 128 / 3, to be an even whole number"},
@@ -171,8 +172,12 @@ static void test_values() {
   CHECK_EQ(parse({"--preset", "s", "--train", "x"}).vocab, 50257u);
 
   TEST("GPU flags on a GPU");
-  o = parse({"--dtype", "fp32", "--recompute"}, Device::gpu);
+  o = parse({"--dtype", "fp32", "--recompute", "--profile", "10"}, Device::gpu);
   CHECK_EQ(o.dtype, "fp32");
+  CHECK_EQ(o.profile, 10u);
+  CHECK_EQ(saved_options(o).count("profile"), 0u);  // about this call only
+  CHECK(refuses(in_child([] { parse({"--profile", "-1"}, Device::gpu); }), 2,
+                "--profile: got '-1', expected a whole number from 0"));
   CHECK(o.recompute);
 }
 

@@ -151,6 +151,7 @@ static void refusing() {
     {"a token past the vocabulary", "--steps 1 --vocab 100", "expected less than the vocabulary's 100", 1},
     {"a prompt the tokenizer cannot fit", "--steps 0 --tokenizer /nowhere/t.bin", "/nowhere/t.bin", 1},
     {"a checkpoint that is not one", "--steps 1 --init-from Makefile", "Makefile", 1},
+    {"a validation of less than one window", "--steps 1 --val-tokens 36", "--val-tokens: got 36, expected at least one window", 2},
     {"a folder that cannot be made", "--steps 1 --out /proc/x/y", "/proc/x", 1},
   };
   for (const Case& c : cases) {
@@ -160,6 +161,11 @@ static void refusing() {
     if (!CHECK(result.text.find(c.message) != std::string::npos)) printf("%s\n", result.text.c_str());
     CHECK(log_field("refused", "step", "step").empty());
   }
+
+  TEST("a validation of exactly one window, or without a split to validate on, is none of those");
+  check_ok(train("one_window", "--steps 0 --val-tokens 37"));
+  CHECK(log_field("one_window", "val", "count") == std::vector<std::string>{"37"});
+  check_ok(shell(std::string(TRAINER) + " --dry-run --val-tokens 36 --context 37 --train '" + folder + "/train_*.bin'"));
 
   TEST("a second run in the same folder refuses, and the first is untouched");
   shell("mkdir -p " + folder + "/locked");

@@ -29,11 +29,19 @@ inline TokenData open_split(const std::string& pattern, const Config& config) {
 constexpr size_t STORY_TRAIN_TOKENS = 8 << 20, STORY_VAL_TOKENS = 1 << 17, STORY_MIN_CONTEXT = 64;
 
 inline TokenData open_stories(StorySplit split, const char* name, size_t tokens, const Config& config) {
-  return TokenData::from_tokens(story_tokens(split, tokens, config.T), name, config.V);
+  TokenData data = TokenData::from_tokens(story_tokens(split, tokens, config.T), name, config.V);
+  data.require_window(config.T);
+  return data;
 }
 
+// Every split of the run. Fatal if one holds no window, or if a validation would read none.
 inline Data open_data(const Options& o, const Config& config) {
   Data data;
+  const bool validates = !o.val.empty() || !o.test.empty() || o.train.empty();
+  if (validates && o.val_tokens > 0 && o.val_tokens < config.T)
+    fatal(EXIT_USAGE,
+          "--val-tokens: got %zu, expected at least one window of --context %zu tokens, or 0: the whole split",
+          o.val_tokens, config.T);
   if (o.train.empty() && o.val.empty() && o.test.empty()) {
     if (config.T < STORY_MIN_CONTEXT)
       fatal(EXIT_USAGE, "--context: got %zu, expected at least %zu: the built-in stories need room for a"

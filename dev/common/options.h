@@ -32,6 +32,7 @@ struct Options {
   // GPU
   std::string dtype = "bf16";
   bool recompute = false;
+  size_t profile = 0;
 
   Device device = Device::cpu;
   std::set<std::string> given;  // flags set on the command line or by a checkpoint, not by a preset
@@ -94,6 +95,7 @@ inline const std::vector<Flag>& flag_table() {
     {"quiet", &O::quiet, "", 0, 0, NOW, "print only what matters most: no step lines, no pictures"},
     {"dry-run", &O::dry_run, "", 0, 0, NOW, "print sizes, memory, data and schedule, then stop"},
     {"dtype", &O::dtype, "bf16|fp32", 0, 0, GPU, "what the GPU computes in"},
+    {"profile", &O::profile, "N", 0, 1e6, NOW | GPU, "time N steps function by function, print a table, go on"},
     {"recompute", &O::recompute, "", 0, 0, GPU, "recompute activations in the backward pass to save memory"},
   };
   return table;

@@ -4,7 +4,7 @@
 #include "../../data/stories.h"  // StoryMarks
 #include "check.h"    // format, human_bytes, human_count
 #include "config.h"   // Config, count_params
-#include "flops.h"    // training_flops
+#include "flops.h"    // training_flops, find_card
 #include "options.h"  // flag_table: the settings
 #include "shards.h"   // TokenData
 
@@ -78,6 +78,18 @@ inline std::string data_line(const char* split, const TokenData& data, size_t T)
                 with_commas(data.num_windows(T)).c_str(), T);
 }
 
+// The peak that the step lines' share refers to, and beside it what one large product reached on this very card
+// (measured_flops a second; 0: not measured).
+inline std::string peak_line(const std::string& device_name, double measured_flops) {
+  const Card* card = find_card(device_name);
+  std::string text = "peak        ";
+  if (card) text += format("%.4g TFLOP/s in bf16, dense (%s)", card->tflops, card->source);
+  else text += format("n/a: no figure for %s in dev/common/flops.h", device_name.c_str());
+  if (measured_flops > 0) text += format("; one large product reaches %.4g TFLOP/s", measured_flops / 1e12);
+  if (measured_flops > 0 && card) text += format(", %.0f%%", measured_flops / card->tflops / 1e10);
+  return text + "\n";
+}
+
 // How long the run is, in steps, tokens and epochs of its training data (train_tokens; 0 if there are none).
 inline std::string schedule_table(const Options& o, size_t train_tokens) {
   const double tokens = double(o.steps) * double(o.total_batch);
@@ -110,16 +122,18 @@ struct StepReport {
   double seconds;         // of this step
   size_t tokens;          // of this step
   double eta_seconds;     // to the end of the run; negative: not known yet
-  double flops = 0;       // floating-point operations of this step
-  double peak_flops = 0;  // the card's peak, a second; 0: not known, and no share of it is shown
+  double flops = 0;       // floating-point operations of this step; 0: no share of a peak is shown
+  double peak_flops = 0;  // the card's peak, a second; 0: not known, the share is n/a
 };
 inline std::string step_line(const StepReport& r) {
   const int width = int(std::to_string(r.steps).size());
   std::string text = format("step %*zu/%zu | loss %.4f | norm %.3f", width, r.step, r.steps, r.loss, r.norm);
   text += format(" | lr %.2e | ", r.lr);
   text += format(r.seconds < 0.00995 ? "%.1f ms" : "%.0f ms", r.seconds * 1000);
-  if (r.peak_flops > 0)
+  if (r.flops > 0 && r.peak_flops > 0)
     text += format(" | %.0f%% of %.0f TFLOP/s", 100 * r.flops / r.seconds / r.peak_flops, r.peak_flops / 1e12);
+  else if (r.flops > 0)
+    text += " | n/a of peak";
   const double rate = double(r.tokens) / r.seconds;
   text += " | " + human_count(rate, 3) + " tok/s";
   return text + (r.eta_seconds >= 0 ? " | eta " + duration_text(r.eta_seconds) : "") + "\n";
