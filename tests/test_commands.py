@@ -46,7 +46,7 @@ CHECK = {
     # README.md
     "sudo apt-get update && sudo apt-get install -y git g++ make && make train",
     "sudo apt-get update && sudo apt-get install -y git g++ make && make test",
-    "make", "make test", "make fuzz", "make tidy", "make bench", "make test_gpu", "make train_emulated",
+    "make", "make test", "make fuzz", "make tidy", "make bench", "make ptxas", "make test_gpu", "make train_emulated",
     "make train_rdattnres",
     "make train_rdattnres GPU_ARCH=89",
     "./train_rdattnres_cpu --train 'data/fineweb_edu/edu_fineweb_train_*.bin' "
