@@ -46,7 +46,8 @@ CHECK = {
     # README.md
     "sudo apt-get update && sudo apt-get install -y git g++ make && make train",
     "sudo apt-get update && sudo apt-get install -y git g++ make && make test",
-    "make", "make test", "make fuzz", "make tidy", "make bench", "make ptxas", "make test_gpu", "make train_emulated",
+    "make", "make test", "make fuzz", "make tidy", "make bench", "make ptxas", "make test_gpu",
+    "make train_emulated",
     "make train_rdattnres",
     "make train_rdattnres GPU_ARCH=89",
     "./train_rdattnres_cpu --train 'data/fineweb_edu/edu_fineweb_train_*.bin' "
@@ -85,6 +86,7 @@ CHECK = {
 WRONG = (
     "make trian", "make train ARGS='--stesp 5000'", "make train FLAG='--steps 5000'",
     "./train_rdattnres_cpu --arch blokc --seed 2", "./train_rdattnres --preset s --vla-every 10",
+    "./train_rdattnres_cpu --dtype fp32", "./train_rdattnres --recompute --profle 10",
     "./train_rdattnres_cpu --width 100 --heads 3", "build/matmull 512 2880 576",
     "EMU_ODER=reverse make train_emulated",
     "dev/emulator/build.sh fats tests/test_cuda_layers.cu build/layers -I.",
@@ -183,7 +185,7 @@ class Project:
             if program == "make":
                 self.check_make(arguments)
             elif program in TRAINERS:
-                self.check_trainer(arguments)
+                self.check_trainer(arguments if program == TRAINERS[0] else without_gpu_flags(arguments))
             else:
                 if program in INTERPRETERS:
                     program, *arguments = arguments
@@ -198,7 +200,7 @@ class Project:
                 self.check(line)
 
     def check_trainer(self, arguments):
-        """A dry run of the CPU trainer, which has the GPU trainer's flags but for those it calls GPU only."""
+        """A dry run of the CPU trainer: it has all flags but those for the GPU alone."""
         for flag, value in zip(arguments, arguments[1:]):
             path = self.copy / value.replace("*", "000000")
             if flag in ("--train", "--val") and not glob.glob(str(self.copy / value)):
@@ -251,6 +253,19 @@ def split(command):
     for word in shlex.split(command):
         words.append([]) if word in ("&&", "|") else words[-1].append(word)
     return words
+
+
+def without_gpu_flags(arguments):
+    """The arguments but for the flags, and their values, that the table has for the CUDA trainer alone."""
+    options = (ROOT / "dev/common/options.h").read_text()
+    table = re.findall(r'^    \{"([\w-]+)", &O::\w+, "(.*?)",.* GPU, ', options, re.M)
+    assert len(table) > 1, "dev/common/options.h: the flags for the GPU are not found"
+    rest = list(arguments)
+    for name, value in table:
+        if f"--{name}" in rest:
+            at = rest.index(f"--{name}")
+            del rest[at:at + (2 if value else 1)]
+    return rest
 
 
 def flag_value(arguments, flag):
