@@ -111,9 +111,17 @@ __device__ inline void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], unsig
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-// 16 bytes from global to shared memory, in the background; wait<N> leaves at most N groups in flight
-__device__ inline void cp_async_16(void* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+// 2^x in one instruction, tiny results flushed to zero: exp2f spends three more to keep those
+__device__ inline float exp2_flushed(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// 16 bytes from global to shared memory, or 16 zeros unless `live`, in the background; wait<N> leaves at most N
+// groups in flight
+__device__ inline void cp_async_16(void* to, const void* from, bool live = true) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+               "r"(live ? 16 : 0) : "memory");
 }
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>
@@ -1341,16 +1349,23 @@ __global__ void attention_forward_plain_kernel(floatX* att, float* lse, const fl
 
 // dq of 16 queries, from all keys before them; dk and dv of 16 keys, from all queries after them: two kernels,
 // each writes what it owns, so nothing is added from two sides and the order of blocks does not matter.
+// The first also writes delta, which the second reads.
 template <class floatX>
-__global__ void attention_backward_q_plain_kernel(floatX* dqkv, const floatX* datt, const floatX* qkv,
-                                                  const float* lse, const float* delta, size_t T, size_t C,
-                                                  size_t HS, float scale) {
+__global__ void attention_backward_q_plain_kernel(floatX* dqkv, float* delta, const floatX* datt,
+                                                  const floatX* qkv, const floatX* att, const float* lse,
+                                                  size_t T, size_t C, size_t HS, float scale) {
   __shared__ PlainTile q, d, k, v;
   __shared__ float dscores[PLAIN][PLAIN + 1];
   const size_t head = blockIdx.y, b = blockIdx.z, q0 = blockIdx.x * PLAIN, query = q0 + threadIdx.y;
   const floatX* rows = qkv + b * T * 3 * C + head * HS;
   load_plain(q, rows, 3 * C, q0, T, HS), load_plain(d, datt + b * T * C + head * HS, C, q0, T, HS);
-  const size_t at = (b * gridDim.y + head) * T + query;
+  const size_t at = (b * gridDim.y + head) * T + query, token = (b * T + query) * C + head * HS;
+  float row_delta = 0;
+  if (query < T)
+    for (size_t i = threadIdx.x; i < HS; i += PLAIN)
+      row_delta += to_float(datt[token + i]) * to_float(att[token + i]);
+  row_delta = row_sum(row_delta);
+  if (threadIdx.x == 0 && query < T) delta[at] = row_delta;
   float acc[MAX_HEAD_SIZE / PLAIN] = {};
   for (size_t k0 = 0; k0 <= q0; k0 += PLAIN) {
     load_plain(k, rows + C, 3 * C, k0, T, HS), load_plain(v, rows + 2 * C, 3 * C, k0, T, HS);
@@ -1358,7 +1373,7 @@ __global__ void attention_backward_q_plain_kernel(floatX* dqkv, const floatX* da
     float dscore = 0;
     if (k0 + threadIdx.x <= query && query < T) {
       const float a = expf(scale * dot_plain(q, threadIdx.y, k, threadIdx.x, HS) - lse[at]);
-      dscore = a * (dot_plain(d, threadIdx.y, v, threadIdx.x, HS) - delta[at]);
+      dscore = a * (dot_plain(d, threadIdx.y, v, threadIdx.x, HS) - row_delta);
     }
     dscores[threadIdx.y][threadIdx.x] = dscore;
     __syncwarp();
@@ -1396,267 +1411,314 @@ __global__ void attention_backward_kv_plain_kernel(floatX* dqkv, const floatX* d
   store_plain(dqkv + (b * T + key) * 3 * C + 2 * C + head * HS, acc_v, 1, HS);
 }
 
-// -- tensor-core tiles: 64 queries by 64 keys, 4 warps of 16 rows each.
-// Accumulators of one warp, [n][i]: row g + 8 (i / 2), column 8 n + 2 t + i % 2, with g = lane / 4, t = lane %
-// 4. The same registers, rounded to bf16 in pairs, are the left operand of the next product: scores never leave
-// the warp.
-constexpr int TILE = 64, FLASH_THREADS = 128;
-template <int HS>
-constexpr int TILE_LD = HS + 8;  // rows padded by 16 bytes, so that ldmatrix meets no bank twice
-template <int HS> constexpr size_t TILE_BYTES = size_t(TILE) * TILE_LD<HS> * sizeof(bf16);
+// -- tensor-core tiles. A block of 4 warps owns rows: queries, or keys in the kernel for dk and dv. Tiles of 64
+// rows of the other kind pass by in shared memory, two buffers in turn: one in use, the next on its way.
+//
+// A warp owns STRIPS of 16 rows. Whatever it reads of the other kind, it multiplies with all its strips,
+// because reading is what limits: an ldmatrix of 512 bytes takes shared memory 4 cycles, and with one strip it
+// feeds two mma, which at full rate take the tensor cores of an A100 4 cycles and those of an H100 2. Beyond 64
+// channels the sums of two strips would fill the registers.
+//
+// Accumulators of one warp, [m][n][i]: row 16 m + g + 8 (i / 2), column 8 n + 2 t + i % 2, with g = lane / 4, t
+// = lane % 4: four neighbouring lanes, a quad, share a row. The same registers, rounded to bf16 in pairs, are
+// the left operand of the next product: scores never leave the warp.
+constexpr int TILE = 64, FLASH_WARPS = 4, FLASH_THREADS = 32 * FLASH_WARPS;
+template <int HS> constexpr int STRIPS = HS <= 64 ? 2 : 1;
+template <int M> constexpr int OWN = 16 * M * FLASH_WARPS;  // rows of a block whose warps have M strips
+// Rows in shared memory are padded by 16 bytes, so that the eight rows of an 8x8 matrix meet no bank twice.
+template <int HS> constexpr int TILE_LD = HS + 8;
+template <int HS> constexpr size_t ROW_BYTES = TILE_LD<HS> * sizeof(bf16);
 
-template <int HS>
-__device__ inline void load_tile(bf16* tile, const bf16* rows, size_t ld, size_t row0, size_t T) {
-  for (unsigned i = threadIdx.x; i < TILE * HS / 8; i += FLASH_THREADS) {
-    const unsigned r = i / (HS / 8), c = i % (HS / 8) * 8;
-    if (row0 + r < T) cp_async_16(tile + r * TILE_LD<HS> + c, rows + (row0 + r) * ld + c);
-    else *reinterpret_cast<uint4*>(tile + r * TILE_LD<HS> + c) = uint4{0, 0, 0, 0};
+// ROWS rows of a (T, ld) array from row0 < T on, in the background; zeros from row T on
+template <int HS, int ROWS>
+__device__ inline void load_tile(bf16* tile, const bf16* rows, size_t ld, int row0, size_t T) {
+  const bf16* from = rows + row0 * ld;
+  const unsigned live = unsigned(T) - row0;
+#pragma unroll 4  // more would hold more addresses in registers than they are worth
+  for (int n = 0; n < ROWS * HS / 8 / FLASH_THREADS; n++) {
+    const unsigned i = n * FLASH_THREADS + threadIdx.x, r = i / (HS / 8), c = i % (HS / 8) * 8;
+    cp_async_16(tile + r * TILE_LD<HS> + c, from + (r * unsigned(ld) + c), r < live);
   }
 }
-// Left operand: 16 rows, channels 16 c .. 16 c + 15
-template <int HS>
-__device__ inline void load_left(unsigned (&a)[4], const bf16* rows, int c, int lane) {
-  ldmatrix_x4(a, rows + (lane % 16) * TILE_LD<HS> + c * 16 + lane / 16 * 8);
-}
-// s[16][64] += a[16][HS] b[64][HS]^T, for one channel group c of 16, whose left operand is given
-template <int HS>
-__device__ inline void product_nt(float (&s)[TILE / 8][4], const unsigned (&a)[4], const bf16* b, int c,
-                                  int lane) {
+// s[16 M][8 N] += left[16 M][HS] right[8 N][HS]^T, both in shared memory
+template <int HS, int M, int N>
+__device__ inline void product_nt(float (&s)[M][N][4], const bf16* left, const bf16* right, int lane) {
 #pragma unroll
-  for (int n = 0; n < TILE / 8; n += 2) {
-    unsigned r[4];
-    ldmatrix_x4(r, b + (n * 8 + lane % 8 + lane / 16 * 8) * TILE_LD<HS> + c * 16 + lane / 8 % 2 * 8);
-    mma_m16n8k16(s[n], a, r[0], r[1]);
-    mma_m16n8k16(s[n + 1], a, r[2], r[3]);
+  for (int c = 0; c < HS / 16; c++) {
+    unsigned a[M][4], b[4];
+#pragma unroll
+    for (int m = 0; m < M; m++)
+      ldmatrix_x4(a[m], left + (m * 16 + lane % 16) * TILE_LD<HS> + c * 16 + lane / 16 * 8);
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+      ldmatrix_x4(b, right + (n * 8 + lane % 8 + lane / 16 * 8) * TILE_LD<HS> + c * 16 + lane / 8 % 2 * 8);
+#pragma unroll
+      for (int m = 0; m < M; m++)
+        mma_m16n8k16(s[m][n], a[m], b[0], b[1]), mma_m16n8k16(s[m][n + 1], a[m], b[2], b[3]);
+    }
   }
 }
-// acc[16][HS] += p[16][64] b[64][HS], p in registers as an accumulator
-template <int HS>
-__device__ inline void product_nn(float (&acc)[HS / 8][4], const float (&p)[TILE / 8][4], const bf16* b,
+// acc[16 M][HS] += p[16 M][8 N] right[8 N][HS], p in registers as accumulators
+template <int HS, int M, int N>
+__device__ inline void product_nn(float (&acc)[M][HS / 8][4], const float (&p)[M][N][4], const bf16* right,
                                   int lane) {
 #pragma unroll
-  for (int c = 0; c < TILE / 16; c++) {
-    const unsigned a[4] = {pack_bf16(p[2 * c][0], p[2 * c][1]), pack_bf16(p[2 * c][2], p[2 * c][3]),
-                           pack_bf16(p[2 * c + 1][0], p[2 * c + 1][1]),
-                           pack_bf16(p[2 * c + 1][2], p[2 * c + 1][3])};
+  for (int c = 0; c < N / 2; c++) {
+    unsigned a[M][4], b[4];
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        a[m][i] = pack_bf16(p[m][2 * c + i / 2][i % 2 * 2], p[m][2 * c + i / 2][i % 2 * 2 + 1]);
 #pragma unroll
     for (int n = 0; n < HS / 8; n += 2) {
-      unsigned r[4];
-      ldmatrix_x4_trans(r, b + (c * 16 + lane % 16) * TILE_LD<HS> + n * 8 + lane / 16 * 8);
-      mma_m16n8k16(acc[n], a, r[0], r[1]);
-      mma_m16n8k16(acc[n + 1], a, r[2], r[3]);
+      ldmatrix_x4_trans(b, right + (c * 16 + lane % 16) * TILE_LD<HS> + n * 8 + lane / 16 * 8);
+#pragma unroll
+      for (int m = 0; m < M; m++)
+        mma_m16n8k16(acc[m][n], a[m], b[0], b[1]), mma_m16n8k16(acc[m][n + 1], a[m], b[2], b[3]);
     }
   }
 }
-// Rows g and g + 8 of a warp's accumulators to memory, as far as they are below T
-template <int HS>
-__device__ inline void store_tile(bf16* rows, size_t ld, size_t row0, size_t T, const float (&acc)[HS / 8][4],
-                                  float scale0, float scale1, int lane) {
+// Calls f(m, n, i) for every number that a lane holds of s.
+template <int M, int N, class F>
+__device__ inline void for_each_score(const float (&)[M][N][4], F f) {
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const size_t row = row0 + lane / 4 + half * 8;
-    if (row >= T) continue;
-    const float scale = half ? scale1 : scale0;
+  for (int m = 0; m < M; m++)
 #pragma unroll
-    for (int n = 0; n < HS / 8; n++)
-      *reinterpret_cast<unsigned*>(rows + row * ld + n * 8 + lane % 4 * 2) =
-          pack_bf16(acc[n][2 * half] * scale, acc[n][2 * half + 1] * scale);
-  }
+    for (int n = 0; n < N; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) f(m, n, i);
+}
+__device__ inline int score_row(int m, int i, int lane) { return m * 16 + lane / 4 + i / 2 * 8; }
+__device__ inline int score_column(int n, int i, int lane) { return n * 8 + lane % 4 * 2 + i % 2; }
+// Rows are queries, columns keys; the first query is the `ahead`th from the first key on. Later keys do not
+// count.
+template <int M, int N>
+__device__ inline void hide_later(float (&s)[M][N][4], int ahead, int lane) {
+  for_each_score(s, [&](int m, int n, int i) {
+    if (score_column(n, i, lane) > score_row(m, i, lane) + ahead) s[m][n][i] = -INFINITY;
+  });
+}
+__device__ inline float quad_sum(float v) {
+  v += __shfl_xor_sync(ALL_LANES, v, 1);
+  return v + __shfl_xor_sync(ALL_LANES, v, 2);
+}
+__device__ inline float quad_max(float v) {
+  v = fmaxf(v, __shfl_xor_sync(ALL_LANES, v, 1));
+  return fmaxf(v, __shfl_xor_sync(ALL_LANES, v, 2));
+}
+// Turns one more tile of scores into weights, relative to the largest score of their row so far, and brings
+// what was summed before to the same measure. Base 2: with scores times log2(e), exp is one instruction.
+template <int M, int N, int O>
+__device__ inline void online_softmax(float (&s)[M][N][4], float (&acc)[M][O][4], float (&top)[M][2],
+                                      float (&sum)[M][2], float to_base_2) {
+#pragma unroll
+  for (int m = 0; m < M; m++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      float new_top = top[m][half], more = 0;
+#pragma unroll
+      for (int n = 0; n < N; n++) new_top = fmaxf(new_top, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
+      new_top = quad_max(new_top);
+      const float shrink = exp2_flushed((top[m][half] - new_top) * to_base_2), unit = new_top * to_base_2;
+#pragma unroll
+      for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int i = 2 * half; i < 2 * half + 2; i++)
+          more += s[m][n][i] = exp2_flushed(s[m][n][i] * to_base_2 - unit);
+      top[m][half] = new_top, sum[m][half] = sum[m][half] * shrink + more;
+#pragma unroll
+      for (int n = 0; n < O; n++) acc[m][n][2 * half] *= shrink, acc[m][n][2 * half + 1] *= shrink;
+    }
+}
+// Ends it: sums of weighted values become means, and top and sum the natural logarithm of the sum of
+// exp(score).
+template <int M, int O>
+__device__ inline void finish_softmax(float (&acc)[M][O][4], const float (&top)[M][2], const float (&sum)[M][2],
+                                      float to_base_2, float* lse, int first, size_t T, int lane) {
+#pragma unroll
+  for (int m = 0; m < M; m++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const float total = quad_sum(sum[m][half]), inverse = 1 / total;
+      const size_t query = first + score_row(m, 2 * half, lane);
+      if (lane % 4 == 0 && query < T) lse[query] = (top[m][half] * to_base_2 + log2f(total)) / LOG2_E;
+#pragma unroll
+      for (int n = 0; n < O; n++) acc[m][n][2 * half] *= inverse, acc[m][n][2 * half + 1] *= inverse;
+    }
+}
+// A warp's accumulators times scale to its rows, of which the first is row0, as far as they are below T
+template <int HS, int M>
+__device__ inline void store_rows(bf16* rows, size_t ld, int row0, size_t T, const float (&acc)[M][HS / 8][4],
+                                  float scale, int lane) {
+#pragma unroll
+  for (int m = 0; m < M; m++)
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      const size_t row = row0 + score_row(m, i, lane);
+      if (row >= T) continue;
+#pragma unroll
+      for (int n = 0; n < HS / 8; n++)
+        *reinterpret_cast<unsigned*>(rows + row * ld + score_column(n, 0, lane)) =
+            pack_bf16(acc[m][n][i] * scale, acc[m][n][i + 1] * scale);
+    }
 }
 
-// Shared memory: Q, then K and V twice: one pair in use, the next on its way. The softmax is online and base 2:
-// with scores times scale * log2(e), exp is one instruction.
-template <int HS>
+// Shared memory: Q, then K and V twice.
+template <int HS, int M>
 __global__ void __launch_bounds__(FLASH_THREADS)
-attention_forward_kernel(bf16* att, float* lse, const bf16* qkv, size_t T, size_t C, float scale) {
-  constexpr int SIZE = TILE * TILE_LD<HS>;
-  bf16 *sq = dynamic_shared<bf16>(), *sk = sq + SIZE, *sv = sk + 2 * SIZE;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    attention_forward_kernel(bf16* att, float* lse, const bf16* qkv, size_t T, size_t C, float scale) {
+  constexpr int LD = TILE_LD<HS>;
+  bf16 *sq = dynamic_shared<bf16>(), *sk = sq + OWN<M> * LD, *sv = sk + 2 * TILE * LD;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const size_t head = blockIdx.y, b = blockIdx.z;
-  const int tiles = int(gridDim.x - blockIdx.x);  // the longest rows start first
-  const size_t q0 = size_t(tiles - 1) * TILE;
+  const int q0 = int(gridDim.x - 1 - blockIdx.x) * OWN<M>;  // the longest rows start first
+  const int first = q0 + warp * 16 * M;                      // the warp's first query
+  const int end = min(q0 + OWN<M>, int(T));                 // no query of the block sees a key from here on
   const bf16* rows = qkv + b * T * 3 * C + head * HS;
-  load_tile<HS>(sq, rows, 3 * C, q0, T);
-  load_tile<HS>(sk, rows + C, 3 * C, 0, T), load_tile<HS>(sv, rows + 2 * C, 3 * C, 0, T);
-  cp_async_commit();
-  unsigned fq[HS / 16][4];
-  float acc[HS / 8][4] = {}, top[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
-  for (int tile = 0; tile < tiles; tile++) {
-    const int now = tile % 2, other = 1 - now;
-    if (tile + 1 < tiles) {
-      load_tile<HS>(sk + other * SIZE, rows + C, 3 * C, size_t(tile + 1) * TILE, T);
-      load_tile<HS>(sv + other * SIZE, rows + 2 * C, 3 * C, size_t(tile + 1) * TILE, T);
-    }
+  const float to_base_2 = scale * LOG2_E;
+  auto load_keys = [&](int k0) {
+    const int buffer = k0 / TILE % 2 * TILE * LD;
+    load_tile<HS, TILE>(sk + buffer, rows + C, 3 * C, k0, T);
+    load_tile<HS, TILE>(sv + buffer, rows + 2 * C, 3 * C, k0, T);
     cp_async_commit();
-    cp_async_wait<1>();
-    __syncthreads();
-    if (tile == 0)
+  };
+  load_tile<HS, OWN<M>>(sq, rows, 3 * C, q0, T);
+  load_keys(0);
+  float acc[M][HS / 8][4] = {}, top[M][2], sum[M][2] = {};
 #pragma unroll
-      for (int c = 0; c < HS / 16; c++) load_left<HS>(fq[c], sq + warp * 16 * TILE_LD<HS>, c, lane);
-    float s[TILE / 8][4] = {};
-#pragma unroll
-    for (int c = 0; c < HS / 16; c++) product_nt<HS>(s, fq[c], sk + now * SIZE, c, lane);
-    float new_top[2] = {top[0], top[1]};
-#pragma unroll
-    for (int n = 0; n < TILE / 8; n++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        // Only in the last tile, the one on the diagonal, lie keys after the query.
-        const bool live = tile + 1 < tiles || n * 8 + t * 2 + i % 2 <= warp * 16 + g + i / 2 * 8;
-        s[n][i] = live ? s[n][i] * (scale * LOG2_E) : -INFINITY;
-        new_top[i / 2] = fmaxf(new_top[i / 2], s[n][i]);
-      }
-#pragma unroll
-    for (int half = 0; half < 2; half++) {  // a row's columns are spread over four lanes
-      new_top[half] = fmaxf(new_top[half], __shfl_xor_sync(ALL_LANES, new_top[half], 1));
-      new_top[half] = fmaxf(new_top[half], __shfl_xor_sync(ALL_LANES, new_top[half], 2));
-      const float shrink = exp2f(top[half] - new_top[half]);
-      top[half] = new_top[half], sum[half] *= shrink;
-#pragma unroll
-      for (int n = 0; n < HS / 8; n++) acc[n][2 * half] *= shrink, acc[n][2 * half + 1] *= shrink;
-    }
-#pragma unroll
-    for (int n = 0; n < TILE / 8; n++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) s[n][i] = exp2f(s[n][i] - top[i / 2]), sum[i / 2] += s[n][i];
-    product_nn<HS>(acc, s, sv + now * SIZE, lane);
-    __syncthreads();  // this pair of buffers is refilled in the next round
+  for (int m = 0; m < M; m++) top[m][0] = top[m][1] = -INFINITY;
+  for (int k0 = 0; k0 < end; k0 += TILE) {
+    cp_async_wait<0>();
+    __syncthreads();  // this tile is here, and nobody reads the one before it any more
+    if (k0 + TILE < end) load_keys(k0 + TILE);
+    if (k0 >= first + 16 * M) continue;  // all of it lies after the warp's queries
+    const int buffer = k0 / TILE % 2 * TILE * LD;
+    float s[M][TILE / 8][4] = {};
+    product_nt<HS>(s, sq + warp * 16 * M * LD, sk + buffer, lane);
+    if (first < k0 + TILE) hide_later(s, first - k0, lane);
+    online_softmax(s, acc, top, sum, to_base_2);
+    product_nn<HS>(acc, s, sv + buffer, lane);
   }
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    sum[half] += __shfl_xor_sync(ALL_LANES, sum[half], 1);
-    sum[half] += __shfl_xor_sync(ALL_LANES, sum[half], 2);
-    const size_t query = q0 + warp * 16 + g + half * 8;
-    if (t == 0 && query < T) lse[(b * gridDim.y + head) * T + query] = (top[half] + log2f(sum[half])) / LOG2_E;
-  }
-  store_tile<HS>(att + b * T * C + head * HS, C, q0 + warp * 16, T, acc, 1 / sum[0], 1 / sum[1], lane);
+  finish_softmax(acc, top, sum, to_base_2, lse + (b * gridDim.y + head) * T, first, T, lane);
+  store_rows<HS>(att + b * T * C + head * HS, C, first, T, acc, 1, lane);
 }
 
-// delta_t = datt_t . att_t per head. One warp per token and head.
-template <class floatX>
-__global__ void attention_delta_kernel(float* delta, const floatX* datt, const floatX* att, size_t B, size_t T,
-                                       size_t C, size_t NH) {
-  const size_t n = (blockIdx.x * size_t(blockDim.x) + threadIdx.x) / 32, HS = C / NH;
-  if (n >= B * T * NH) return;
-  const size_t bt = n / NH, head = n % NH;
-  float sum = 0;
-  for (size_t i = threadIdx.x % 32; i < HS; i += 32)
-    sum += to_float(datt[bt * C + head * HS + i]) * to_float(att[bt * C + head * HS + i]);
-  sum = warp_sum(sum);
-  if (threadIdx.x % 32 == 0) delta[(bt / T * NH + head) * T + bt % T] = sum;
-}
+// The backward works on half a tile at a time, so that scores and their gradients leave room for the sums.
+constexpr int CHUNK = TILE / 2;
 
-// dq of 64 queries. Shared memory: Q, dO, then K and V twice.
-template <int HS>
+// dq of the block's queries, and delta. Shared memory: Q, dO, then K and V twice.
+template <int HS, int M>
 __global__ void __launch_bounds__(FLASH_THREADS)
-    attention_backward_q_kernel(bf16* dqkv, const bf16* datt, const bf16* qkv, const float* lse,
-                                const float* delta, size_t T, size_t C, float scale) {
-  constexpr int SIZE = TILE * TILE_LD<HS>;
-  bf16 *sq = dynamic_shared<bf16>(), *sd = sq + SIZE, *sk = sd + SIZE, *sv = sk + 2 * SIZE;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    attention_backward_q_kernel(bf16* dqkv, float* delta, const bf16* datt, const bf16* qkv, const bf16* att,
+                                const float* lse, size_t T, size_t C, float scale) {
+  constexpr int LD = TILE_LD<HS>;
+  bf16 *sq = dynamic_shared<bf16>(), *sd = sq + OWN<M> * LD, *sk = sd + OWN<M> * LD, *sv = sk + 2 * TILE * LD;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const size_t head = blockIdx.y, b = blockIdx.z;
-  const int tiles = int(gridDim.x - blockIdx.x);
-  const size_t q0 = size_t(tiles - 1) * TILE;
-  const bf16* rows = qkv + b * T * 3 * C + head * HS;
-  load_tile<HS>(sq, rows, 3 * C, q0, T), load_tile<HS>(sd, datt + b * T * C + head * HS, C, q0, T);
-  load_tile<HS>(sk, rows + C, 3 * C, 0, T), load_tile<HS>(sv, rows + 2 * C, 3 * C, 0, T);
-  cp_async_commit();
-  float row_lse[2] = {}, row_delta[2] = {};
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const size_t query = q0 + warp * 16 + g + half * 8, at = (b * gridDim.y + head) * T + query;
-    if (query < T) row_lse[half] = lse[at] * LOG2_E, row_delta[half] = delta[at];
-  }
-  float acc[HS / 8][4] = {};
-  for (int tile = 0; tile < tiles; tile++) {
-    const int now = tile % 2, other = 1 - now;
-    if (tile + 1 < tiles) {
-      load_tile<HS>(sk + other * SIZE, rows + C, 3 * C, size_t(tile + 1) * TILE, T);
-      load_tile<HS>(sv + other * SIZE, rows + 2 * C, 3 * C, size_t(tile + 1) * TILE, T);
-    }
+  const int q0 = int(gridDim.x - 1 - blockIdx.x) * OWN<M>, first = q0 + warp * 16 * M;
+  const int end = min(q0 + OWN<M>, int(T));
+  const bf16 *rows = qkv + b * T * 3 * C + head * HS, *drows = datt + b * T * C + head * HS;
+  auto load_keys = [&](int k0) {
+    const int buffer = k0 / TILE % 2 * TILE * LD;
+    load_tile<HS, TILE>(sk + buffer, rows + C, 3 * C, k0, T);
+    load_tile<HS, TILE>(sv + buffer, rows + 2 * C, 3 * C, k0, T);
     cp_async_commit();
-    cp_async_wait<1>();
-    __syncthreads();
-    float a[TILE / 8][4] = {}, da[TILE / 8][4] = {};
+  };
+  load_tile<HS, OWN<M>>(sq, rows, 3 * C, q0, T), load_tile<HS, OWN<M>>(sd, drows, C, q0, T);
+  load_keys(0);
+  float row_lse[M][2] = {}, row_delta[M][2] = {};
 #pragma unroll
-    for (int c = 0; c < HS / 16; c++) {
-      unsigned left[4];
-      load_left<HS>(left, sq + warp * 16 * TILE_LD<HS>, c, lane);
-      product_nt<HS>(a, left, sk + now * SIZE, c, lane);
-      load_left<HS>(left, sd + warp * 16 * TILE_LD<HS>, c, lane);
-      product_nt<HS>(da, left, sv + now * SIZE, c, lane);
-    }
+  for (int m = 0; m < M; m++)
 #pragma unroll
-    for (int n = 0; n < TILE / 8; n++)
+    for (int half = 0; half < 2; half++) {
+      const size_t query = first + score_row(m, 2 * half, lane), at = (b * gridDim.y + head) * T + query;
+      if (query < T) {
+        row_lse[m][half] = lse[at] * LOG2_E;
+        for (int c = lane % 4 * 8; c < HS; c += 32) {
+          float d[8], o[8];
+          load8(d, drows + query * C + c), load8(o, att + (b * T + query) * C + head * HS + c);
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const bool live = tile + 1 < tiles || n * 8 + t * 2 + i % 2 <= warp * 16 + g + i / 2 * 8;
-        const float weight = live ? exp2f(a[n][i] * (scale * LOG2_E) - row_lse[i / 2]) : 0.0f;
-        a[n][i] = weight * (da[n][i] - row_delta[i / 2]);
+          for (int k = 0; k < 8; k++) row_delta[m][half] += d[k] * o[k];
+        }
       }
-    product_nn<HS>(acc, a, sk + now * SIZE, lane);
+      row_delta[m][half] = quad_sum(row_delta[m][half]);
+      if (lane % 4 == 0 && query < T) delta[at] = row_delta[m][half];
+    }
+  float acc[M][HS / 8][4] = {};
+  for (int k0 = 0; k0 < end; k0 += TILE) {
+    cp_async_wait<0>();
     __syncthreads();
+    if (k0 + TILE < end) load_keys(k0 + TILE);
+    for (int key = k0; key < k0 + TILE && key < first + 16 * M; key += CHUNK) {
+      const int at = key % (2 * TILE) * LD;
+      float a[M][CHUNK / 8][4] = {}, da[M][CHUNK / 8][4] = {};
+      product_nt<HS>(a, sq + warp * 16 * M * LD, sk + at, lane);
+      product_nt<HS>(da, sd + warp * 16 * M * LD, sv + at, lane);
+      if (first < key + CHUNK) hide_later(a, first - key, lane);
+      for_each_score(a, [&](int m, int n, int i) {
+        const float weight = exp2_flushed(a[m][n][i] * (scale * LOG2_E) - row_lse[m][i / 2]);
+        a[m][n][i] = weight * (da[m][n][i] - row_delta[m][i / 2]);
+      });
+      product_nn<HS>(acc, a, sk + at, lane);
+    }
   }
-  store_tile<HS>(dqkv + b * T * 3 * C + head * HS, 3 * C, q0 + warp * 16, T, acc, scale, scale, lane);
+  store_rows<HS>(dqkv + b * T * 3 * C + head * HS, 3 * C, first, T, acc, scale, lane);
 }
 
-// dk and dv of 64 keys; rows are keys here, columns queries. Shared memory: K, V, then Q and dO twice, then lse
-// and delta of the queries twice.
-template <int HS>
+// dk and dv of the block's keys; rows are keys here, columns queries. Shared memory: K, V, then Q and dO twice,
+// then lse and delta of the queries twice. A query from T on has zeros everywhere, and so adds nothing.
+template <int HS, int M>
 __global__ void __launch_bounds__(FLASH_THREADS)
     attention_backward_kv_kernel(bf16* dqkv, const bf16* datt, const bf16* qkv, const float* lse,
                                  const float* delta, size_t T, size_t C, float scale) {
-  constexpr int SIZE = TILE * TILE_LD<HS>;
-  bf16 *sk = dynamic_shared<bf16>(), *sv = sk + SIZE, *sq = sv + SIZE, *sd = sq + 2 * SIZE;
-  float* statistics = reinterpret_cast<float*>(sd + 2 * SIZE);  // (2 buffers, lse and delta, 64)
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const size_t head = blockIdx.y, b = blockIdx.z, k0 = blockIdx.x * size_t(TILE);
-  const int tiles = int(gridDim.x - blockIdx.x);
+  constexpr int LD = TILE_LD<HS>;
+  bf16 *sk = dynamic_shared<bf16>(), *sv = sk + OWN<M> * LD, *sq = sv + OWN<M> * LD, *sd = sq + 2 * TILE * LD;
+  float2* statistics = reinterpret_cast<float2*>(sd + 2 * TILE * LD);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const size_t head = blockIdx.y, b = blockIdx.z;
+  const int k0 = int(blockIdx.x) * OWN<M>, first = k0 + warp * 16 * M;  // the warp's first key
   const bf16 *rows = qkv + b * T * 3 * C + head * HS, *drows = datt + b * T * C + head * HS;
-  const size_t at = (b * gridDim.y + head) * T;
-  auto load_queries = [&](int buffer, size_t q0) {
-    load_tile<HS>(sq + buffer * SIZE, rows, 3 * C, q0, T), load_tile<HS>(sd + buffer * SIZE, drows, C, q0, T);
-    const size_t query = q0 + threadIdx.x % TILE;
-    const float* from = threadIdx.x < TILE ? lse : delta;
-    statistics[buffer * FLASH_THREADS + threadIdx.x] = query < T ? from[at + query] : 0.0f;
-  };
-  load_tile<HS>(sk, rows + C, 3 * C, k0, T), load_tile<HS>(sv, rows + 2 * C, 3 * C, k0, T);
-  load_queries(0, k0);
-  cp_async_commit();
-  float acc_k[HS / 8][4] = {}, acc_v[HS / 8][4] = {};
-  for (int tile = 0; tile < tiles; tile++) {
-    const int now = tile % 2;
-    const size_t q0 = k0 + size_t(tile) * TILE;
-    if (tile + 1 < tiles) load_queries(1 - now, q0 + TILE);
+  auto load_queries = [&](int q0) {
+    const int buffer = q0 / TILE % 2 * TILE * LD;
+    load_tile<HS, TILE>(sq + buffer, rows, 3 * C, q0, T), load_tile<HS, TILE>(sd + buffer, drows, C, q0, T);
     cp_async_commit();
-    cp_async_wait<1>();
+  };
+  auto fetch_statistics = [&](int q0) {  // of one query a thread
+    const size_t query = q0 + threadIdx.x, at = (b * gridDim.y + head) * T + query;
+    return threadIdx.x < TILE && query < T ? float2{lse[at] * LOG2_E, delta[at]} : float2{0, 0};
+  };
+  load_tile<HS, OWN<M>>(sk, rows + C, 3 * C, k0, T), load_tile<HS, OWN<M>>(sv, rows + 2 * C, 3 * C, k0, T);
+  load_queries(k0);
+  float2 next = fetch_statistics(k0);
+  float acc_k[M][HS / 8][4] = {}, acc_v[M][HS / 8][4] = {};
+  for (int q0 = k0; q0 < int(T); q0 += TILE) {
+    if (threadIdx.x < TILE) statistics[q0 % (2 * TILE) + threadIdx.x] = next;
+    cp_async_wait<0>();
     __syncthreads();
-    float a[TILE / 8][4] = {}, da[TILE / 8][4] = {};
-#pragma unroll
-    for (int c = 0; c < HS / 16; c++) {
-      unsigned left[4];
-      load_left<HS>(left, sk + warp * 16 * TILE_LD<HS>, c, lane);
-      product_nt<HS>(a, left, sq + now * SIZE, c, lane);
-      load_left<HS>(left, sv + warp * 16 * TILE_LD<HS>, c, lane);
-      product_nt<HS>(da, left, sd + now * SIZE, c, lane);
+    if (q0 + TILE < int(T)) load_queries(q0 + TILE), next = fetch_statistics(q0 + TILE);
+    for (int query = q0; query < q0 + TILE; query += CHUNK) {
+      if (query + CHUNK <= first) continue;  // all of it lies before the warp's keys
+      const int at = query % (2 * TILE) * LD;
+      float a[M][CHUNK / 8][4] = {}, da[M][CHUNK / 8][4] = {};
+      product_nt<HS>(a, sk + warp * 16 * M * LD, sq + at, lane);
+      product_nt<HS>(da, sv + warp * 16 * M * LD, sd + at, lane);
+      if (query < first + 16 * M)  // some keys lie after some queries
+        for_each_score(a, [&](int m, int n, int i) {
+          if (first + score_row(m, i, lane) > query + score_column(n, i, lane)) a[m][n][i] = -INFINITY;
+        });
+      for_each_score(a, [&](int m, int n, int i) {
+        const float2 of_query = statistics[query % (2 * TILE) + score_column(n, i, lane)];
+        a[m][n][i] = exp2_flushed(a[m][n][i] * (scale * LOG2_E) - of_query.x);
+        da[m][n][i] = a[m][n][i] * (da[m][n][i] - of_query.y);
+      });
+      product_nn<HS>(acc_v, a, sd + at, lane);
+      product_nn<HS>(acc_k, da, sq + at, lane);
     }
-#pragma unroll
-    for (int n = 0; n < TILE / 8; n++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int column = n * 8 + t * 2 + i % 2, row = warp * 16 + g + i / 2 * 8;
-        const bool live = (tile > 0 || row <= column) && q0 + column < T;
-        const float* of_query = statistics + now * FLASH_THREADS + column;
-        a[n][i] = live ? exp2f((a[n][i] * scale - of_query[0]) * LOG2_E) : 0.0f;
-        da[n][i] = a[n][i] * (da[n][i] - of_query[TILE]);
-      }
-    product_nn<HS>(acc_v, a, sd + now * SIZE, lane);
-    product_nn<HS>(acc_k, da, sq + now * SIZE, lane);
-    __syncthreads();
   }
   bf16* out = dqkv + b * T * 3 * C + head * HS;
-  store_tile<HS>(out + C, 3 * C, k0 + warp * 16, T, acc_k, scale, scale, lane);
-  store_tile<HS>(out + 2 * C, 3 * C, k0 + warp * 16, T, acc_v, 1, 1, lane);
+  store_rows<HS>(out + C, 3 * C, first, T, acc_k, scale, lane);
+  store_rows<HS>(out + 2 * C, 3 * C, first, T, acc_v, 1, lane);
 }
 
 // Calls f with the head size as a compile-time constant and returns true, or returns false: take the plain way.
@@ -1695,8 +1757,9 @@ void attention_forward(floatX* att,        // (B,T,C)
   if constexpr (std::is_same<floatX, bf16>::value)
     if (with_tensor_cores(HS, [&](auto head_size) {
           constexpr int N = decltype(head_size)::value;
-          launch(attention_forward_kernel<N>, dim3(ceil_div(T, TILE), unsigned(NH), unsigned(B)), FLASH_THREADS,
-                 5 * TILE_BYTES<N>, device.stream, att, lse, qkv, T, C, scale);
+          launch(attention_forward_kernel<N, STRIPS<N>>,
+                 dim3(ceil_div(T, OWN<STRIPS<N>>), unsigned(NH), unsigned(B)), FLASH_THREADS,
+                 ROW_BYTES<N> * (OWN<STRIPS<N>> + 4 * TILE), device.stream, att, lse, qkv, T, C, scale);
         }))
       return;
   launch(attention_forward_plain_kernel<floatX>, dim3(ceil_div(T, PLAIN), unsigned(NH), unsigned(B)),
@@ -1717,22 +1780,20 @@ void attention_backward(floatX* dqkv,                        // (B,T,3C)
   const size_t HS = C / NH;
   const float scale = 1 / std::sqrt(float(HS));
   check_head_size(HS);
-  launch(attention_delta_kernel<floatX>, ceil_div(B * T * NH, 4), 128, 0, device.stream, delta, datt, att, B, T,
-         C, NH);
   if constexpr (std::is_same<floatX, bf16>::value)
     if (with_tensor_cores(HS, [&](auto head_size) {
           constexpr int N = decltype(head_size)::value;
-          const dim3 grid(ceil_div(T, TILE), unsigned(NH), unsigned(B));
-          launch(attention_backward_q_kernel<N>, grid, FLASH_THREADS, 6 * TILE_BYTES<N>, device.stream, dqkv,
-                 datt, qkv, lse, delta, T, C, scale);
-          launch(attention_backward_kv_kernel<N>, grid, FLASH_THREADS,
-                 6 * TILE_BYTES<N> + 2 * FLASH_THREADS * sizeof(float), device.stream, dqkv, datt, qkv, lse,
-                 delta, T, C, scale);
+          const dim3 grid(ceil_div(T, OWN<STRIPS<N>>), unsigned(NH), unsigned(B));
+          const size_t tiles = ROW_BYTES<N> * (2 * OWN<STRIPS<N>> + 4 * TILE);
+          launch(attention_backward_q_kernel<N, STRIPS<N>>, grid, FLASH_THREADS, tiles, device.stream, dqkv,
+                 delta, datt, qkv, att, lse, T, C, scale);
+          launch(attention_backward_kv_kernel<N, STRIPS<N>>, grid, FLASH_THREADS,
+                 tiles + 2 * TILE * sizeof(float2), device.stream, dqkv, datt, qkv, lse, delta, T, C, scale);
         }))
       return;
   const dim3 grid(ceil_div(T, PLAIN), unsigned(NH), unsigned(B)), block(PLAIN, PLAIN);
-  launch(attention_backward_q_plain_kernel<floatX>, grid, block, 0, device.stream, dqkv, datt, qkv, lse, delta,
-         T, C, HS, scale);
+  launch(attention_backward_q_plain_kernel<floatX>, grid, block, 0, device.stream, dqkv, delta, datt, qkv, att,
+         lse, T, C, HS, scale);
   launch(attention_backward_kv_plain_kernel<floatX>, grid, block, 0, device.stream, dqkv, datt, qkv, lse, delta,
          T, C, HS, scale);
 }

@@ -623,8 +623,9 @@ __global__ void histogram(int* counts, int* last, const int* values, int n) {
   atomicAdd(&counts[values[i]], 1);
   atomicMax(last, i);
 }
-// d (16 x 8) = a (16 x K) b (8 x K)^T with K in steps of 16: cp.async in two buffers, ldmatrix, mma. One warp.
-__global__ void tensor_product(float* d, const bf16* a, const bf16* b, int K) {
+// d (16 x 8) = a (16 x K) b (N x K)^T with K in steps of 16: cp.async in two buffers, ldmatrix, mma. One warp. The
+// rows of b from N <= 8 on are zeros.
+__global__ void tensor_product(float* d, const bf16* a, const bf16* b, int N, int K) {
   bf16* s = dynamic_shared<bf16>();  // two times (16 + 8) rows of 24, 16 used
   constexpr int LD = 24, BUFFER = 24 * LD;
   const int lane = int(threadIdx.x);
@@ -632,7 +633,7 @@ __global__ void tensor_product(float* d, const bf16* a, const bf16* b, int K) {
     bf16* to = s + k / 16 % 2 * BUFFER;
     for (int i = lane; i < 48; i += 32) {
       const int row = i / 2, c = i % 2 * 8;
-      cp_async_16(to + row * LD + c, (row < 16 ? a + row * K : b + (row - 16) * K) + k + c);
+      cp_async_16(to + row * LD + c, (row < 16 ? a + row * K : b + (row - 16) * K) + k + c, row < 16 + N);
     }
   };
   float sum[4] = {};
@@ -707,18 +708,18 @@ static void test_kernels() {
   });
   TEST("cp.async in two buffers, ldmatrix, mma");
   in_every_order([] {
-    const int K = 80;
-    Device<bf16> a(16 * K), b(8 * K);
+    const int K = 80, N = 5;
+    Device<bf16> a(16 * K), b(N * K);
     Device<float> d(128);
     for (size_t i = 0; i < a.h.size(); i++) a.h[i] = value(i);
     for (size_t i = 0; i < b.h.size(); i++) b.h[i] = value(i + 7777);
-    launch(tensor_product, 1, 32, 2 * 24 * 24 * sizeof(bf16), 0, d.d, a.up().d, b.up().d, K);
+    launch(tensor_product, 1, 32, 2 * 24 * 24 * sizeof(bf16), 0, d.d, a.up().d, b.up().d, N, K);
     d.down();
     double worst = 0;
     for (size_t y = 0; y < 16; y++)
       for (size_t x = 0; x < 8; x++) {
         double sum = 0;
-        for (size_t k = 0; k < size_t(K); k++)
+        for (size_t k = 0; k < size_t(K) && x < size_t(N); k++)
           sum += double(float(a.h[y * K + k])) * double(float(b.h[x * K + k]));
         worst = fmax(worst, fabs(sum - double(d.h[y * 8 + x])));
       }

@@ -86,8 +86,8 @@ with case("a good report: each kernel of the presets in one row, exit status 0")
     assert len({len(row) for row in rows}) == 1  # aligned
     cells = {row.split("|")[1].strip(): [cell.strip() for cell in row.split("|")[2:-1]] for row in rows}
     assert cells["adamw_kernel<bfloat16>"] == ["s, m", "256", "40", "0", "0", "0", "75%", "registers"], cells
-    assert cells["attention_forward_kernel<64>"] == ["s, m", "128", "40", "0", "0", "46080", "19% / 25%",
-                                                     "shared memory"], cells
+    assert cells["attention_forward_kernel<64, 2>"] == ["s, m", "128", "40", "0", "0", "55296", "12% / 25%",
+                                                        "shared memory"], cells
 
 with case("a kernel that spills, or keeps arrays in local memory: named, exit status 1, and still a table"):
     for fault in ({"stores": 8, "loads": 12}, {"stack": 32}):
@@ -105,7 +105,7 @@ with case("other instantiations may spill; --all shows them"):
 
 with case("a kernel that is not in the report: the list is out of date, exit status 1"):
     status, out, err = run(everything("80").replace("attention_forward", "attention_foreward"))
-    assert status == 1 and "attention_forward_kernel<64> is not in the report for sm_80" in err, err
+    assert status == 1 and "attention_forward_kernel<64, 2> is not in the report for sm_80" in err, err
 
 with case("a compiler that failed: what it said, exit status 1"):
     status, out, err = run("train_rdattnres.cu(7): error: expected a ;\n")

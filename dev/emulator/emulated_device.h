@@ -9,7 +9,7 @@ template <class T> T* dynamic_shared() { return reinterpret_cast<T*>(emu::self->
 namespace emu {  // tensor.cpp
 void load_matrices(unsigned (&r)[4], const void* row, bool transpose, Site);
 void multiply_add(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, Site);
-void copy_async(void* to, const void* from, Site);
+void copy_async(void* to, const void* from_or_null, Site);
 void commit_copies();
 void land_copies(int groups_in_flight);
 }  // namespace emu
@@ -25,7 +25,10 @@ EMU_INLINE void ldmatrix_x4_trans(unsigned (&r)[4], const void* row, EMU_SITE) {
 EMU_INLINE void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, EMU_SITE) {
   emu::multiply_add(d, a, b0, b1, site);
 }
-// 16 bytes from global to shared memory, some time before the wait that covers them.
-EMU_INLINE void cp_async_16(void* to, const void* from, EMU_SITE) { emu::copy_async(to, from, site); }
+inline float exp2_flushed(float x) { return x < -126.0f ? 0.0f : exp2f(x); }
+// 16 bytes from global to shared memory, or 16 zeros, some time before the wait that covers them.
+EMU_INLINE void cp_async_16(void* to, const void* from, bool live = true, EMU_SITE) {
+  emu::copy_async(to, live ? from : nullptr, site);
+}
 EMU_INLINE void cp_async_commit() { emu::commit_copies(); }
 template <int N> EMU_INLINE void cp_async_wait() { emu::land_copies(N); }

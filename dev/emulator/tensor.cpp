@@ -48,8 +48,10 @@ void multiply_add(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b
 
 // A copy may land at once or as late as the wait that covers it; the order of threads decides which.
 void copy_async(void* to, const void* from, Site site) {
+  alignas(16) static const char zeros[16] = {};
   check_aligned("cp.async", site, to), check_aligned("cp.async", site, from);
-  touch(from, 16, Access::read, __builtin_return_address(0));
+  if (from) touch(from, 16, Access::read, __builtin_return_address(0));
+  else from = zeros;
   touch(to, 16, Access::in_flight, __builtin_return_address(0));
   Fiber& t = *engine->running;
   if (order == Order::reverse || (order == Order::random && random_below(2))) memcpy(to, from, 16);
