@@ -11,6 +11,8 @@
 #include "ladder.h"  // climb: checks, counts, times
 
 #include "adamw.cu"
+#include "attention_forward.cu"
+#include "attention_backward.cu"  // takes the forward's results from attention_forward.cu's plain loop
 #include "cross_entropy.cu"
 #include "route_forward.cu"
 #include "route_backward.cu"  // shares route_forward.cu's sums over a block
@@ -19,7 +21,9 @@ constexpr struct { const char* name; void (*climb)(bool timed); } LADDERS[] = {
     {"adamw", adamw_ladder::climb},
     {"cross_entropy", cross_entropy_ladder::climb},
     {"route_forward", route_forward_ladder::climb},
-    {"route_backward", route_backward_ladder::climb}};
+    {"route_backward", route_backward_ladder::climb},
+    {"attention_forward", attention_forward_ladder::climb},
+    {"attention_backward", attention_backward_ladder::climb}};
 
 int main(int argc, char** argv) {
   for (int i = 1; i < argc; i++) {
