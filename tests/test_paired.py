@@ -279,7 +279,7 @@ def _():
     folder = os.path.join(PAIRED, "studies")
     studies = {
         n: Study(os.path.join(folder, n + ".json"))
-        for n in ("paper_s", "paper_m", "controls_s", "small", "smoke")
+        for n in ("paper_s", "paper_m", "controls_s", "small", "small_long", "smoke")
     }
     for name, study in studies.items():
         equal(study.name, name, "name")
@@ -1049,6 +1049,29 @@ def _(place):
     for name in os.listdir(os.path.join(place.results, "summaries")):
         with open(os.path.join(place.results, "summaries", name)) as f:
             check(place.folder not in f.read(), name + " holds a path")
+
+
+@test("the results that the repository holds: every study's report is what its summaries give")
+@in_place()
+def _(place):
+    held = os.path.join(PAIRED, "results")
+    names = sorted(os.listdir(held)) if os.path.isdir(held) else []
+    if not names:
+        raise Skip("no results are committed")
+    for name in names:
+        copy = os.path.join(place.folder, name)
+        os.makedirs(copy)
+        shutil.copy(os.path.join(held, name, "study.json"), copy)
+        shutil.copytree(os.path.join(held, name, "summaries"), os.path.join(copy, "summaries"))
+        command = [sys.executable, "-B", os.path.join(PAIRED, "analyse.py"), "--results", copy]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        equal(done.returncode, 0, "%s: %s" % (name, done.stdout))
+        with open(os.path.join(held, name, "report.md"), encoding="utf-8") as f:
+            committed = f.read()
+        with open(os.path.join(copy, "report.md"), encoding="utf-8") as f:
+            equal(f.read(), committed, name)
+        with open(os.path.join(PAIRED, "studies", name + ".json")) as a, open(copy + "/study.json") as b:
+            equal(json.load(a), json.load(b), name + ": the study file is the one that was carried out")
 
 
 @test(
