@@ -80,6 +80,10 @@ CHECK = {
     "python3 dev/paired/watch.py runs/paired/paper_s",
     "python3 dev/paired/analyse.py dev/paired/studies/paper_s.json --results results/paper_s",
     "python3 dev/paired/plot.py --results results/paper_s",
+    "python3 dev/paired/gpt2_to_bytes.py --tokenizer gpt2_tokenizer.bin --out data/fineweb_edu_bytes "
+    "data/fineweb_edu/edu_fineweb_*.bin",
+    "python3 dev/paired/run.py dev/paired/studies/small.json --jobs 2 --threads 1",
+    "python3 dev/paired/analyse.py dev/paired/studies/small.json --results results/small",
 }
 
 # Each has one mistake, which its check must see.
