@@ -13,6 +13,7 @@ Better not run as root: a program with a fault in it may write where it should n
 import argparse
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -25,12 +26,14 @@ from collections import namedtuple
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 MUTANTS = os.path.join(ROOT, "dev", "mutants.txt")
 MINIMUM_LIMIT = 30  # seconds, however short a test usually is
+BARRIER = r"__sync(threads|warp)\(\);"
 
 # What a test runs besides itself.
 PROGRAMS = {"run": ["train_rdattnres_cpu"], "crash": ["train_rdattnres_cpu"],
             "data_tools": ["data/text_to_shards"]}
 
-Fault = namedtuple("Fault", "line what file tests old new")  # line: where it stands in mutants.txt
+# line: where it stands in mutants.txt. A fault changes a text of the file, or leaves out the barrier `without`.
+Fault = namedtuple("Fault", "line what file tests old new without")
 
 
 def read_faults():
@@ -41,19 +44,23 @@ def read_faults():
         if line and not line.startswith("#"):
             block.append(line)
         elif block:
-            faults.append(parse(block, number - len(block)))
+            faults += parse(block, number - len(block))
             block = []
     return faults
 
 
 def parse(block, line):
-    """What it is; "  file: tests"; lines of the old text after "- "; lines of the new text after "+ "."""
+    """The faults of one entry; the head of mutants.txt says what an entry is."""
     old = [text[2:] for text in block[2:] if text[:2] == "- "]
     new = [text[2:] for text in block[2:] if text[:2] == "+ "]
     file, colon, tests = block[1].strip().partition(": ") if len(block) > 1 else ("", "", "")
+    if colon and block[2:] == ["* barriers"]:
+        lines = [n for n, text in enumerate(source_of(file).split("\n"), 1) if re.search(BARRIER, text)]
+        return [Fault(line, "%s, line %d" % (block[0], n), file, tests.split(), "", "", "%s:%d" % (file, n))
+                for n in lines]
     if not colon or not old or len(block) != 2 + len(old) + len(new):
         sys.exit("error: dev/mutants.txt:%d: \"%s\" is no fault; see the head of the file" % (line, block[0]))
-    return Fault(line, block[0], file, tests.split(), "\n".join(old), "\n".join(new))
+    return [Fault(line, block[0], file, tests.split(), "\n".join(old), "\n".join(new), "")]
 
 
 class Tree:
@@ -79,10 +86,10 @@ class Tree:
                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True)
         return None if result.returncode == 0 else result.stdout
 
-    def run(self, test, limit):
+    def run(self, test, limit, without=""):
         """Stops at the first failure. Returns ("passed" or why not, seconds)."""
         start = time.time()
-        environment = dict(os.environ, OMP_WAIT_POLICY="passive")
+        environment = dict(os.environ, OMP_WAIT_POLICY="passive", EMU_WITHOUT=os.path.basename(without))
         command = [sys.executable, source_of_test(test)] if is_script(test) else ["build/test_" + test]
         process = subprocess.Popen(command, cwd=self.folder, env=environment,
                                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True,
@@ -140,11 +147,11 @@ def broken_entries(faults):
     """Entries that no longer fit the source, each with its reason."""
     broken = []
     for f in faults:
-        found = source_of(f.file).count(f.old)
+        found = 1 if f.without else source_of(f.file).count(f.old)
         missing = [t for t in f.tests if not os.path.exists(os.path.join(ROOT, source_of_test(t)))]
         if found != 1:
             broken.append((f, "its text is in the file %d times, expected once" % found))
-        elif f.old == f.new:
+        elif f.old == f.new and not f.without:
             broken.append((f, "it changes nothing"))
         elif missing:
             broken.append((f, "there is no %s" % source_of_test(missing[0])))
@@ -153,6 +160,8 @@ def broken_entries(faults):
 
 def try_fault(tree, f, usual):
     """(verdict, by whom): killed, survived, or error."""
+    if f.without:
+        return judge(tree, f, usual)
     with open(tree.path(f.file)) as source:  # the copy: the working tree may have moved on
         original = source.read()
     if original.count(f.old) != 1:
@@ -160,18 +169,22 @@ def try_fault(tree, f, usual):
     try:
         with open(tree.path(f.file), "w") as out:
             out.write(original.replace(f.old, f.new))
-        for test in f.tests:
-            said = tree.build(test)
-            if said is not None:
-                errors = [line for line in said.splitlines() if "error" in line] or said.splitlines()[-1:]
-                return "error", "does not compile: " + errors[0][:150]
-            outcome, _ = tree.run(test, max(5 * usual[test], MINIMUM_LIMIT))
-            if outcome != "passed":
-                return "killed", "%s: %s" % (test, outcome)
-        return "survived", ", ".join(f.tests)
+        return judge(tree, f, usual)
     finally:
         with open(tree.path(f.file), "w") as out:
             out.write(original)
+
+
+def judge(tree, f, usual):
+    for test in f.tests:
+        said = tree.build(test)
+        if said is not None:
+            errors = [line for line in said.splitlines() if "error" in line] or said.splitlines()[-1:]
+            return "error", "does not compile: " + errors[0][:150]
+        outcome, _ = tree.run(test, max(5 * usual[test], MINIMUM_LIMIT), f.without)
+        if outcome != "passed":
+            return "killed", "%s: %s" % (test, outcome)
+    return "survived", ", ".join(f.tests)
 
 
 def main():

@@ -15,22 +15,16 @@
 #include <cstring>
 #include <vector>
 
+#include "reference.h"  // round_bf16
+
 using gpu::bf16;
+using reference::round_bf16;
 constexpr double FACTOR = 4;
 
 // ---- numbers -------------------------------------------------------------------------------------------
 
 using Numbers = std::vector<double>;
 
-inline double round_bf16(double v) {
-  uint32_t bits;
-  const float f = float(v);
-  memcpy(&bits, &f, 4);
-  if (f == f) bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000u;
-  float r;
-  memcpy(&r, &bits, 4);
-  return r;
-}
 template <class X>
 double round_to(double v) {
   return std::is_same<X, bf16>::value ? round_bf16(v) : double(float(v));

@@ -3,11 +3,13 @@
 //
 // Everything is a template on the scalar X. float and double give the error that plain loops of that precision
 // make: the yardstick for the trainer's error. long double gives the value that both are measured against.
-// Var<X> records every operation, so gradients come from the chain rule alone, without a backward by hand.
+// Var<X> records every operation, so gradients come from the chain rule alone, without a backward by hand. On
+// request the model rounds to bf16 where train_rdattnres.cu says that it does: the yardstick for bf16.
 #pragma once
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <map>
 #include <string>
 #include <type_traits>
@@ -48,11 +50,27 @@ struct Random {
   }
 };
 
+// ---- storage in bf16 ---------------------------------------------------------------------------------
+
+// To the nearest number of eight significant bits, ties to the even one.
+template <class X, class = std::enable_if_t<std::is_arithmetic<X>::value>>
+X round_bf16(X x) {
+  const float f = float(x);
+  uint32_t bits;
+  memcpy(&bits, &f, 4);
+  if (f == f) bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000u;
+  float r;
+  memcpy(&r, &bits, 4);
+  return X(r);
+}
+enum class Round { value, gradient, both };  // what is stored: a number, its gradient, or each in its turn
+
 // ---- gradients without a backward: every operation is written on a tape ------------------------------
 
 template <class X>
 struct Tape {
   struct Node { uint32_t a, b; X da, db; };  // what the value was made of, and its derivatives by both
+  static constexpr uint32_t STORED = ~0u;    // in b: the gradient rounds to bf16 on its way to a
   std::vector<Node> nodes{Node{}};           // node 0 stands for every constant
   static Tape& get() { static Tape tape; return tape; }
   void clear() { nodes.resize(1); }
@@ -100,10 +118,29 @@ std::vector<X> tape_gradients(const Var<X>& result) {
   std::vector<X> d(nodes.size(), X(0));
   d[result.node] = 1;
   for (size_t i = nodes.size(); i-- > 1;) {
+    if (nodes[i].b == Tape<X>::STORED) {
+      d[nodes[i].a] += round_bf16(d[i]);
+      continue;
+    }
     d[nodes[i].a] += d[i] * nodes[i].da;
     d[nodes[i].b] += d[i] * nodes[i].db;
   }
   return d;
+}
+
+template <class X, class = std::enable_if_t<std::is_arithmetic<X>::value>>
+X stored(X x, Round what) { return what == Round::gradient ? x : round_bf16(x); }
+template <class X>
+Var<X> stored(const Var<X>& x, Round what) {
+  Var<X> result = Var<X>::record(stored(x.value, what), x, 1, Var<X>(), 0);
+  if (what != Round::value) Tape<X>::get().nodes[result.node].b = Tape<X>::STORED;
+  return result;
+}
+// Rounds what a bf16 run keeps in memory; nothing if `bf16` is false.
+template <class X>
+void store(bool bf16, std::vector<X>& numbers, Round what = Round::both) {
+  if (bf16)
+    for (X& x : numbers) x = stored(x, what);
 }
 
 template <class X> X plain_value(const X& x) { return x; }
@@ -218,7 +255,7 @@ struct Attention { Array<X> att, lse, a; };  // (B,T,C), (B,NH,T), probabilities
 // q, k, v (B,T,C): a_tu = softmax over u <= t of q_t . k_u / sqrt(HS), att_t = sum_u a_tu v_u
 template <class X>
 Attention<X> attention(const Array<X>& q, const Array<X>& k, const Array<X>& v, size_t B, size_t T, size_t C,
-                       size_t NH) {
+                       size_t NH, bool bf16 = false) {
   using std::exp; using std::log; using std::sqrt;
   const size_t HS = C / NH;
   const X root = sqrt(X(double(HS)));
@@ -232,12 +269,14 @@ Attention<X> attention(const Array<X>& q, const Array<X>& k, const Array<X>& v, 
             scores[u] += q[(b * T + t) * C + c] * k[(b * T + u) * C + c];
           scores[u] = scores[u] / root;
         }
-        const Array<X> a = softmax(scores);
+        store(bf16, scores, Round::gradient);
+        Array<X> a = softmax(scores);
         // lse = score_u - log a_u for every u; the most likely one loses no digits.
         size_t best = 0;
         for (size_t u = 0; u <= t; u++)
           if (plain_value(a[u]) > plain_value(a[best])) best = u;
         out.lse[(b * NH + head) * T + t] = scores[best] - log(a[best]);
+        store(bf16, a, Round::value);
         for (size_t u = 0; u <= t; u++) {
           out.a[((b * NH + head) * T + t) * T + u] = a[u];
           for (size_t c = head * HS; c < (head + 1) * HS; c++)
@@ -294,7 +333,7 @@ Array<X> sum_of(const Array<X>& a, const Array<X>& b) {
 
 template <class X>
 Run<X> run_model(const Config& c, const Params<X>& w, const std::vector<int>& tokens,
-                 const std::vector<int>& targets, size_t B, size_t T) {
+                 const std::vector<int>& targets, size_t B, size_t T, bool bf16 = false) {
   const size_t C = c.C, F = c.F, V = c.V, BT = B * T;
   Run<X> run;
   auto vector_of = [&](const char* name, size_t layer) {
@@ -305,6 +344,7 @@ Run<X> run_model(const Config& c, const Params<X>& w, const std::vector<int>& to
   std::vector<Array<X>> bank(1, Array<X>(BT * C));  // b_0: the token embedding
   for (size_t bt = 0; bt < BT; bt++)
     for (size_t i = 0; i < C; i++) bank[0][bt * C + i] = w.at("wte")[size_t(tokens[bt]) * C + i];
+  store(bf16, bank[0]);
   Array<X> partial;              // empty: none
   Array<X> residual = bank[0];   // embedding + sum of all outputs, for the plain Transformer
 
@@ -329,9 +369,12 @@ Run<X> run_model(const Config& c, const Params<X>& w, const std::vector<int>& to
         mixes = {mean};
       }
     }
+    for (Array<X>& mix : mixes)
+      if (c.arch != Arch::residual) store(bf16, mix, Round::gradient);
     run.routes.push_back(reads);
     run.x_qk.push_back(rmsnorm(mixes.front(), norm, BT, C));
     run.x_v.push_back(rmsnorm(mixes.back(), norm, BT, C));
+    store(bf16, run.x_qk.back()), store(bf16, run.x_v.back());
   };
 
   for (size_t i = 0; i < 2 * c.L; i++) {
@@ -346,28 +389,39 @@ Run<X> run_model(const Config& c, const Params<X>& w, const std::vector<int>& to
       if (c.arch == Arch::frozen_v) queries.push_back(Array<X>(C, X(0)));
       read(queries, "attn_route_gain", "attn_norm", layer);
       const X* wqk = &w.at("wqk")[layer * 2 * C * C];
-      const Array<X> q = rope(linear(run.x_qk.back(), wqk, BT, C, C), B, T, C, c.NH);
-      const Array<X> k = rope(linear(run.x_qk.back(), wqk + C * C, BT, C, C), B, T, C, c.NH);
-      const Array<X> v = linear(run.x_v.back(), &w.at("wv")[layer * C * C], BT, C, C);
-      run.attention.push_back(attention(q, k, v, B, T, C, c.NH));
+      Array<X> q = linear(run.x_qk.back(), wqk, BT, C, C), k = linear(run.x_qk.back(), wqk + C * C, BT, C, C);
+      Array<X> v = linear(run.x_v.back(), &w.at("wv")[layer * C * C], BT, C, C);
+      for (Array<X>* turned : {&q, &k}) {
+        store(bf16, *turned);
+        *turned = rope(*turned, B, T, C, c.NH);
+        store(bf16, *turned);
+      }
+      store(bf16, v);
+      run.attention.push_back(attention(q, k, v, B, T, C, c.NH, bf16));
+      store(bf16, run.attention.back().att);
       o = linear(run.attention.back().att, &w.at("wo")[layer * C * C], BT, C, C);
     } else {
       std::vector<Array<X>> queries;
       if (c.arch != Arch::residual) queries.push_back(vector_of("mlp_route", layer));
       read(queries, "mlp_route_gain", "mlp_norm", layer);
-      const Array<X> gate = linear(run.x_qk.back(), &w.at("w_gate")[layer * F * C], BT, C, F);
-      const Array<X> up = linear(run.x_qk.back(), &w.at("w_up")[layer * F * C], BT, C, F);
-      o = linear(swiglu(gate, up), &w.at("w_down")[layer * C * F], BT, F, C);
+      Array<X> gate = linear(run.x_qk.back(), &w.at("w_gate")[layer * F * C], BT, C, F);
+      Array<X> up = linear(run.x_qk.back(), &w.at("w_up")[layer * F * C], BT, C, F);
+      store(bf16, gate), store(bf16, up);
+      Array<X> act = swiglu(gate, up);
+      store(bf16, act);
+      o = linear(act, &w.at("w_down")[layer * C * F], BT, F, C);
     }
     run.outputs.push_back(o);
     partial = partial.empty() ? o : sum_of(partial, o);
     residual = sum_of(residual, o);
+    store(bf16, c.arch == Arch::residual ? residual : partial);
   }
 
   std::vector<Array<X>> queries;
   if (c.arch != Arch::residual) queries.push_back(vector_of("out_route", 0));
   read(queries, "out_route_gain", "final_norm", 0);  // sources: bank + [partial]
   run.logits = linear(run.x_qk.back(), &w.at("wte")[0], BT, C, V);
+  store(bf16, run.logits);
   run.losses = cross_entropy(run.logits, targets, BT, V);
   run.mean_loss = 0;
   for (const X& loss : run.losses) run.mean_loss += loss;

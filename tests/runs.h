@@ -1,4 +1,4 @@
-// runs.h - for tests of whole runs: starts ./train_rdattnres_cpu as a user does, on a small model and made-up
+// runs.h - for tests of whole runs: starts a trainer as a user does, on a small model and made-up
 // shards, and reads what a run leaves.
 #pragma once
 #include <csignal>
@@ -21,7 +21,9 @@ inline const std::string& folder = scratch.path;
 #ifndef TRAINER_PATH
 #define TRAINER_PATH "./train_rdattnres_cpu"
 #endif
-inline const char* const TRAINER = TRAINER_PATH;
+inline const char* const CPU_TRAINER = TRAINER_PATH;
+inline const char* TRAINER = CPU_TRAINER;  // or a CUDA trainer
+inline bool on_cpu() { return TRAINER == CPU_TRAINER; }
 
 struct Result {
   int status;

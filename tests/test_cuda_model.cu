@@ -1,10 +1,13 @@
 // test_cuda_model.cu - the whole model of train_rdattnres.cu against the CPU trainer, and against itself.
 //
-// Loss and every gradient, for every arm, in float32 and bf16, against the CPU model in double (`want`). The
-// yardstick is `plain`: the CPU model in float for fp32; for bf16 the same model in double whose matrices are
-// rounded to bf16. Then what must not change a bit: two
-// runs, tied instead of block, recomputation, accumulation's order, resuming, the chunks of the classifier; and
-// checkpoints that go to the CPU trainer and back.
+// Losses of all tokens and every gradient, for every arm, in float32 and bf16; training, routes, logits:
+//   want    the CPU trainer in double
+//   plain   for fp32 the CPU trainer in float; for bf16 the plain loops of reference.h, in float, rounding to
+//           bf16 where train_rdattnres.cu says that it does
+//   got     the CUDA trainer, which may be FACTOR times as wrong as the plain code
+// Errors are root mean squares, relative to that of what is wanted. Then what must not change a bit: two runs,
+// tied instead of block, recomputation, resuming, the chunks of the classifier; and checkpoints that go to the
+// CPU trainer and back.
 #define TESTING
 #define CPU_NAMESPACE cpu_double
 #define REAL double
@@ -15,16 +18,28 @@
 
 #include "../train_rdattnres.cu"
 
+#include <array>
+
 #include "check.h"
+#include "child.h"      // in_child, refuses
+#include "reference.h"  // plain loops that round to bf16
 
 using gpu::bf16;
+using reference::round_bf16;
 using Numbers = std::vector<double>;
 
 constexpr size_t B = 2, T = 37, V = 131;
-constexpr double FACTOR = 4;
-// In bf16 a number is rounded some twenty times on its way into a gradient, where `plain` rounds once, the
-// weights. Independent errors add like the square root of their number.
-constexpr double BF16_FACTOR = 5;
+constexpr double FACTOR = 3;
+constexpr double EXACT = 0x1p-22;  // a last digit of float32 is free: the plain code may be exact by chance
+// The emulator's slow builds look for races and overruns: every kernel once is enough there, and numbers are
+// the fast build's business where they take long.
+#if defined(EMU_RACE) || defined(ADDRESS_SANITIZER)
+constexpr bool BRIEF = true;
+#else
+constexpr bool BRIEF = false;
+#endif
+template <class floatX> constexpr bool is_bf16 = std::is_same<floatX, bf16>::value;
+template <class floatX> const char* type_name() { return is_bf16<floatX> ? "bf16" : "fp32"; }
 
 Config small_config(Arch arch, size_t S) {
   Config c;
@@ -55,43 +70,132 @@ template <class floatX> void randomise(gpu::Model<floatX>& m) {
   }
   gpu::model_refresh(m);
 }
-double round_bf16(double v) {
-  uint32_t bits;
-  const float f = float(v);
-  memcpy(&bits, &f, 4);
-  bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000u;
-  float r;
-  memcpy(&r, &bits, 4);
-  return r;
+
+// The yardstick for bf16. Parameters, their gradients and moments are a CPU model's in float, as are norm and
+// update; forward and backward are reference.h's.
+namespace cpu_bf16 {
+using namespace cpu_float;
+
+template <class X> reference::Params<X> parameters(Model& m) {
+  reference::Params<X> params;
+  for (const TensorSpec& t : tensor_table(m.config))
+    for (size_t i = 0; i < t.size(); i++) {
+      const float v = m.params.tensor(t.id)[i], used = t.decay ? round_bf16(v) : v;
+      if constexpr (std::is_same<X, float>::value) params[t.name].push_back(used);
+      else params[t.name].push_back(X::input(used));
+    }
+  return params;
+}
+template <class X>  // puts losses and routes where the CPU trainer has them
+double keep(Model& m, const reference::Run<X>& run, size_t BT) {
+  for (size_t bt = 0; bt < BT; bt++) m.acts.losses[bt] = reference::plain_value(run.losses[bt]);
+  for (size_t i = 0; i < run.routes.size(); i++)
+    for (size_t r = 0; r < run.routes[i].size(); r++) {
+      const reference::Array<X>& p = run.routes[i][r].p;
+      for (size_t n = 0; n < p.size(); n++)
+        site_at(m, i, BT).p[r * p.size() + n] = reference::plain_value(p[n]);
+    }
+  return mean_loss(m.acts.losses, BT);
+}
+std::vector<int> first(const int* tokens, size_t n) { return std::vector<int>(tokens, tokens + n); }
+
+reference::Run<float> forward(Model& m, const int* tokens, const int* targets, size_t B, size_t T) {
+  return reference::run_model(m.config, parameters<float>(m), first(tokens, B * T), first(targets, B * T), B, T,
+                              true);
+}
+double model_loss(Model& m, const int* tokens, const int* targets, size_t B, size_t T) {
+  return keep(m, forward(m, tokens, targets, B, T), B * T);
+}
+double model_loss_and_gradients(Model& m, const int* tokens, const int* targets, size_t B, size_t T,
+                                size_t accumulation = 1) {
+  using X = reference::Var<float>;
+  reference::Tape<float>::get().clear();
+  const reference::Params<X> params = parameters<X>(m);
+  const reference::Run<X> run =
+      reference::run_model(m.config, params, first(tokens, B * T), first(targets, B * T), B, T, true);
+  const std::vector<float> d = reference::tape_gradients(run.mean_loss);
+  for (const TensorSpec& t : tensor_table(m.config))
+    for (size_t i = 0; i < t.size(); i++)
+      m.grads.tensor(t.id)[i] += d[params.at(t.name)[i].node] / float(accumulation);
+  return keep(m, run, B * T);
+}
+StepResult train_step(Model& m, const TokenData& data, const Options& o, size_t position, size_t step,
+                      double lr) {
+  const size_t B = m.B, T = m.T, accumulation = o.total_batch / (B * T);
+  std::vector<int> tokens(B * T), targets(B * T);
+  StepResult result = {0, 0};
+  model_zero_grad(m);
+  for (size_t micro = 0; micro < accumulation; micro++) {
+    for (size_t b = 0; b < B; b++)
+      training_example(data, T, o.seed, position + micro * B + b, &tokens[b * T], &targets[b * T]);
+    result.loss += cpu_bf16::model_loss_and_gradients(m, tokens.data(), targets.data(), B, T, accumulation) /
+                   double(accumulation);
+  }
+  result.norm = grad_norm(m);
+  model_update(m, step, result.norm > o.clip ? o.clip / result.norm : 1, lr, o.weight_decay, o.query_lr_mult);
+  return result;
+}
+Validation validate(Model& m, const TokenData& data, size_t max_tokens) {
+  Validation result = {};
+  std::vector<int> tokens(m.T), targets(m.T);
+  for (size_t window = 0; window < max_tokens / m.T; window++, result.tokens += m.T) {
+    data.window(window, m.T, tokens.data(), targets.data());
+    result.loss += cpu_bf16::model_loss(m, tokens.data(), targets.data(), 1, m.T) * double(m.T);
+    add_route_stats(result.routes, m, m.T);
+  }
+  result.loss /= double(result.tokens), result.routes.divide(double(result.tokens));
+  return result;
+}
+void next_token_logits(Model& m, const std::vector<int>& context, std::vector<float>& logits) {
+  const size_t n = std::min(context.size(), m.T);
+  const int* last = context.data() + context.size() - n;
+  const reference::Run<float> run = forward(m, last, last, 1, n);
+  logits.assign(run.logits.end() - long(m.config.V), run.logits.end());
+}
+}  // namespace cpu_bf16
+// f(the yardstick's functions for floatX): a macro, because a namespace is no argument
+#define PLAIN(floatX, call) (is_bf16<floatX> ? cpu_bf16::call : cpu_float::call)
+
+struct Result {
+  double loss;
+  Numbers losses;
+  std::vector<Numbers> grads;
+  std::vector<std::string> names;
+};
+
+template <class real> Numbers numbers(const real* at, size_t n) { return Numbers(at, at + n); }
+Numbers numbers(const std::vector<float>& v) { return numbers(v.data(), v.size()); }
+template <class floatX> Numbers losses_of(const gpu::Model<floatX>& m, size_t BT) {
+  std::vector<float> v(BT);
+  gpu::download(v.data(), m.acts.losses, BT);
+  return numbers(v);
 }
 
-struct Result { double loss; std::vector<Numbers> grads; std::vector<std::string> names; };
-
-#define RESULT_ON_CPU(function, ns)                                                                            \
-  Result function(const Config& c, const Batch& data, bool round_weights) {                                    \
-    ns::Model m;                                                                                           \
-    ns::model_create(m, c, B, T, 1);                                                                       \
-    for (const TensorSpec& t : tensor_table(c))                                                            \
-      for (size_t i = 0; i < t.size(); i++) {                                                              \
-        const double v = random_parameter(t, c, i);                                                        \
-        m.params.tensor(t.id)[i] = ns::real(round_weights && t.decay ? round_bf16(v) : v);                 \
-      }                                                                                                    \
-    ns::model_zero_grad(m);                                                                                \
-    Result r;                                                                                              \
-    r.loss = ns::model_loss_and_gradients(m, data.tokens.data(), data.targets.data(), B, T);               \
-    for (const TensorSpec& t : tensor_table(c)) {                                                          \
-      const ns::real* g = m.grads.tensor(t.id);                                                            \
-      r.grads.emplace_back(g, g + t.size());                                                               \
-      r.names.push_back(t.name);                                                                           \
-    }                                                                                                      \
-    ns::model_free(m);                                                                                     \
-    return r;                                                                                              \
+#define RANDOMISE(m, real)                                                                                   \
+  for (const TensorSpec& t : tensor_table(m.config))                                                         \
+    for (size_t i = 0; i < t.size(); i++) m.params.tensor(t.id)[i] = real(random_parameter(t, m.config, i));
+#define RESULT_ON_CPU(function, ns)                                                                          \
+  Result function(const Config& c, const Batch& data) {                                                      \
+    ns::Model m;                                                                                             \
+    ns::model_create(m, c, B, T, 1);                                                                         \
+    RANDOMISE(m, ns::real)                                                                                   \
+    ns::model_zero_grad(m);                                                                                  \
+    Result r;                                                                                                \
+    r.loss = ns::model_loss_and_gradients(m, data.tokens.data(), data.targets.data(), B, T);                 \
+    r.losses = numbers(m.acts.losses, B * T);                                                                \
+    for (const TensorSpec& t : tensor_table(c)) {                                                            \
+      r.grads.push_back(numbers(m.grads.tensor(t.id), t.size()));                                            \
+      r.names.push_back(t.name);                                                                             \
+    }                                                                                                        \
+    ns::model_free(m);                                                                                       \
+    return r;                                                                                                \
   }
 RESULT_ON_CPU(result_double, cpu_double)
 RESULT_ON_CPU(result_float, cpu_float)
+RESULT_ON_CPU(result_bf16, cpu_bf16)
 
 template <class floatX> Result result_of(gpu::Model<floatX>& m, double loss) {
-  Result r = {loss, {}, {}};
+  Result r = {loss, losses_of(m, B * T), {}, {}};
   for (const TensorSpec& t : tensor_table(m.config)) {
     std::vector<float> g(t.size());
     if (t.present) gpu::download(g.data(), m.grads.tensor(t.id), g.size());
@@ -112,34 +216,33 @@ Result result_on_gpu(const Config& c, const Batch& data, bool recompute = false,
   gpu::model_free(m);
   return r;
 }
-// Relative to the root mean square of what is wanted
+// Relative to the root mean square of what is wanted, as far as `got` goes
 double error_of(const Numbers& got, const Numbers& want) {
   double squares = 0, wanted = 0;
-  for (size_t i = 0; i < want.size(); i++)
+  for (size_t i = 0; i < got.size(); i++)
     squares += (got[i] - want[i]) * (got[i] - want[i]), wanted += want[i] * want[i];
   return wanted == 0 ? std::sqrt(squares) : std::sqrt(squares / wanted);
 }
 bool same_bits(const Result& a, const Result& b) { return a.loss == b.loss && a.grads == b.grads; }
+void judge(const char* what, double error, double plain) {
+  printf("       %-20s error %.2e, plain %.2e, ratio %.2f\n", what, error, plain, error / plain);
+  CHECK(error <= FACTOR * plain + EXACT);
+}
+void compare(const char* what, const Numbers& got, const Numbers& plain, const Numbers& want) {
+  if (CHECK_EQ(got.size(), want.size())) judge(what, error_of(got, want), error_of(plain, want));
+}
 
 template <class floatX> void test_gradients(Arch arch, size_t S) {
-  const bool is_bf16 = std::is_same<floatX, bf16>::value;
   const Config c = small_config(arch, S);
-  TEST(format("loss and gradients, %s, %s, S %zu", is_bf16 ? "bf16" : "fp32", ARCH_NAMES[int(arch)], S));
+  TEST(format("losses and gradients, %s, %s, S %zu", type_name<floatX>(), ARCH_NAMES[int(arch)], S));
   const Batch data = batch(1, B);
-  const Result want = result_double(c, data, false),
-               plain = is_bf16 ? result_double(c, data, true) : result_float(c, data, false);
+  const Result want = result_double(c, data);
+  const Result plain = is_bf16<floatX> ? result_bf16(c, data) : result_float(c, data);
   const Result got = result_on_gpu<floatX>(c, data);
-  const double factor = is_bf16 ? BF16_FACTOR : FACTOR;
-  printf("       loss %.9f, want %.9f, error %.1e, plain %.1e\n", got.loss, want.loss,
-         std::fabs(got.loss - want.loss), std::fabs(plain.loss - want.loss));
-  CHECK_CLOSE(got.loss, want.loss,
-              factor * std::fabs(plain.loss - want.loss) + want.loss * (is_bf16 ? 0x1p-9 : 0x1p-22));
-  for (size_t n = 0; n < got.grads.size(); n++) {
-    if (want.grads[n].empty()) continue;
-    const double g = error_of(got.grads[n], want.grads[n]), p = error_of(plain.grads[n], want.grads[n]);
-    printf("       d %-16s error %.2e, plain %.2e\n", got.names[n].c_str(), g, p);
-    CHECK(g <= factor * p + (is_bf16 ? 0x1p-8 : 0x1p-22));
-  }
+  compare("losses", got.losses, plain.losses, want.losses);
+  for (size_t n = 0; n < got.grads.size(); n++)
+    if (!want.grads[n].empty())
+      compare(("d " + got.names[n]).c_str(), got.grads[n], plain.grads[n], want.grads[n]);
   if (c.has_routes()) {  // the first attention site has one source: its queries and gain get no gradient at all
     for (int id : {TENSOR_attn_route_qk, TENSOR_attn_route_v, TENSOR_attn_route_gain})
       for (size_t i = 0; i < c.C && !got.grads[size_t(id)].empty(); i++) CHECK(got.grads[size_t(id)][i] == 0);
@@ -190,7 +293,6 @@ Options step_options(size_t micro_batch_rows) {
   }
 
 template <class floatX> void test_training(Arch arch) {
-  const bool is_bf16 = std::is_same<floatX, bf16>::value;
   const Config c = small_config(arch, 2);
   const TokenData data = made_up_tokens();
   const Options o = step_options(2);
@@ -201,25 +303,42 @@ template <class floatX> void test_training(Arch arch) {
   Steps whole;
   TRAIN(gpu, m, data, o, 0, 10, whole);
   const std::vector<float> end = parameters_of(m);
+  const Numbers last_losses = losses_of(m, 2 * T);
   gpu::model_free(m);
 
-  TEST(format("ten steps like the CPU's, %s, %s", is_bf16 ? "bf16" : "fp32", ARCH_NAMES[int(arch)]));
+  TEST(format("ten steps like the CPU's, %s, %s", type_name<floatX>(), ARCH_NAMES[int(arch)]));
   cpu_double::Model reference;
   cpu_double::model_create(reference, c, 2, T, 4);
   cpu_float::Model plain;
   cpu_float::model_create(plain, c, 2, T, 4);
-  Steps want, by_float;
-  TRAIN(cpu_double, reference, data, o, 0, 10, want);
-  TRAIN(cpu_float, plain, data, o, 0, 10, by_float);
-  for (size_t i = 0; i < 10; i++) {
-    printf("       step %2zu: loss %.7f, want %.7f, float %.7f   norm %.5f, want %.5f\n", i + 1,
-           whole.losses[i], want.losses[i], by_float.losses[i], whole.norms[i], want.norms[i]);
-    CHECK_CLOSE(whole.losses[i], want.losses[i], is_bf16 ? 0x1p-8 * want.losses[i] : 1e-5 * want.losses[i]);
-    CHECK_CLOSE(whole.norms[i], want.norms[i], (is_bf16 ? 0x1p-5 : 1e-4) * want.norms[i]);
+  Steps want, by_plain;
+  const bool judged = !BRIEF || !is_bf16<floatX>;
+  const size_t n = plain.num_elements;
+  TRAIN(cpu_double, reference, data, o, 0, 2, want);
+  const Numbers want_two = numbers(reference.params.wte, n);
+  TRAIN(cpu_double, reference, data, o, 2, 10, want);
+  CHECK_EQ(whole.losses.size(), want.losses.size());
+  Numbers plain_two;
+  for (size_t first : {0, 2}) {
+    const size_t last = !judged ? 0 : first == 0 ? 2 : 10;
+    if (is_bf16<floatX>) TRAIN(cpu_bf16, plain, data, o, first, last, by_plain)
+    else TRAIN(cpu_float, plain, data, o, first, last, by_plain)
+    if (first == 0) plain_two = numbers(plain.params.wte, n);
+  }
+  if (judged) {
+    for (size_t i = 0; i < 10; i++)
+      printf("       step %2zu: loss %.7f, plain %.7f, want %.7f   norm %.6f, plain %.6f, want %.6f\n", i + 1,
+             whole.losses[i], by_plain.losses[i], want.losses[i], whole.norms[i], by_plain.norms[i],
+             want.norms[i]);
+    compare("losses", whole.losses, by_plain.losses, want.losses);
+    compare("norms", whole.norms, by_plain.norms, want.norms);
+    compare("last token losses", last_losses, numbers(plain.acts.losses, 2 * T),
+            numbers(reference.acts.losses, 2 * T));
+    compare("parameters", numbers(end), numbers(plain.params.wte, n), numbers(reference.params.wte, n));
   }
   cpu_double::model_free(reference);
 
-  TEST(format("resumed in the middle, same bits, %s, %s", is_bf16 ? "bf16" : "fp32", ARCH_NAMES[int(arch)]));
+  TEST(format("resumed in the middle, same bits, %s, %s", type_name<floatX>(), ARCH_NAMES[int(arch)]));
   Steps halves;
   gpu::model_create(m, c, 2, T, 4);
   TRAIN(gpu, m, data, o, 0, 4, halves);
@@ -258,16 +377,21 @@ template <class floatX> void test_training(Arch arch) {
   cpu_float::model_free(plain);
   gpu::model_free(m);
 
-  TEST(format("micro-batches of 1, 2 and 4 rows, %s, %s", is_bf16 ? "bf16" : "fp32", ARCH_NAMES[int(arch)]));
+  TEST(format("micro-batches of 1, 2 and 4 rows, %s, %s", type_name<floatX>(), ARCH_NAMES[int(arch)]));
   for (size_t rows : {1, 4}) {
     gpu::Model<floatX> other;
     gpu::model_create(other, c, rows, T, 4);
     Steps steps;
     const Options o2 = step_options(rows);
     TRAIN(gpu, other, data, o2, 0, 2, steps);
-    for (size_t i = 0; i < 2; i++) {
-      CHECK_CLOSE(steps.losses[i], whole.losses[i], (is_bf16 ? 0x1p-9 : 1e-6) * whole.losses[i]);
-      CHECK_CLOSE(steps.norms[i], whole.norms[i], (is_bf16 ? 0x1p-6 : 1e-5) * whole.norms[i]);
+    CHECK_EQ(steps.losses.size(), 2u);
+    if (judged) {
+      // Sums in another order, as close to what is wanted. Two losses and norms are too few to judge the plain
+      // code by: it is judged by all its steps.
+      compare(format("parameters, %zu rows", rows).c_str(), numbers(parameters_of(other)), plain_two, want_two);
+      for (Numbers Steps::*all : {&Steps::losses, &Steps::norms})
+        judge(all == &Steps::losses ? "losses" : "norms", error_of(steps.*all, want.*all),
+              error_of(by_plain.*all, want.*all));
     }
     gpu::model_free(other);
   }
@@ -275,25 +399,43 @@ template <class floatX> void test_training(Arch arch) {
 
 // With all queries zero every mix is the residual stream / K, and the norm removes the 1 / K (but for eps).
 template <class floatX> void test_zero_queries() {
-  TEST(format("queries at zero: rd, block, residual agree, %s",
-              std::is_same<floatX, bf16>::value ? "bf16" : "fp32"));
+  TEST(format("queries at zero: rd, block, residual agree, %s", type_name<floatX>()));
   const Batch data = batch(6, B);
-  double losses[3];
-  for (Arch arch : {Arch::rd, Arch::block, Arch::residual}) {
+  const int *tokens = data.tokens.data(), *targets = data.targets.data();
+  Numbers got[3], plain[3], want[3];
+  for (int n = 0; n < 3; n++) {
+    const Config c = small_config(std::array{Arch::rd, Arch::block, Arch::residual}[size_t(n)], 2);
     gpu::Model<floatX> m;
-    gpu::model_create(m, small_config(arch, 2), B, T, 11);
-    losses[arch == Arch::rd ? 0 : arch == Arch::block ? 1 : 2] =
-        gpu::model_loss(m, data.tokens.data(), data.targets.data(), B, T);
+    gpu::model_create(m, c, B, T, 11);
+    gpu::model_loss(m, tokens, targets, B, T);
+    got[n] = losses_of(m, B * T);
     gpu::model_free(m);
+    cpu_float::Model yardstick;
+    cpu_float::model_create(yardstick, c, B, T, 11);
+    PLAIN(floatX, model_loss(yardstick, tokens, targets, B, T));
+    plain[n] = numbers(yardstick.acts.losses, B * T);
+    cpu_float::model_free(yardstick);
+    cpu_double::Model reference;
+    cpu_double::model_create(reference, c, B, T, 11);
+    cpu_double::model_loss(reference, tokens, targets, B, T);
+    want[n] = numbers(reference.acts.losses, B * T);
+    cpu_double::model_free(reference);
+    compare(ARCH_NAMES[int(c.arch)], got[n], plain[n], want[n]);
   }
-  printf("       losses %.7f %.7f %.7f\n", losses[0], losses[1], losses[2]);
-  CHECK(losses[0] == losses[1]);
-  CHECK_CLOSE(losses[0], losses[2], 1e-3);
+  CHECK(got[0] == got[1]);
+  const double apart = error_of(got[0], got[2]), by_eps = error_of(want[0], want[2]);
+  printf("       rd and residual are %.2e apart; by eps alone %.2e\n", apart, by_eps);
+  CHECK(apart <= by_eps + FACTOR * (error_of(plain[0], want[0]) + error_of(plain[2], want[2])));
 }
 
+Numbers route_numbers(const RouteStats& stats) {
+  Numbers all = stats.js_nats;
+  for (const auto* routes : {&stats.qk, &stats.v})
+    for (const std::vector<double>& site : *routes) all.insert(all.end(), site.begin(), site.end());
+  return all;
+}
 template <class floatX> void test_validation() {
-  TEST(format("validation, route statistics and logits, %s",
-              std::is_same<floatX, bf16>::value ? "bf16" : "fp32"));
+  TEST(format("validation, route statistics and logits, %s", type_name<floatX>()));
   const Config c = small_config(Arch::rd, 2);
   const TokenData data = made_up_tokens();
   gpu::Model<floatX> m, wide;
@@ -301,43 +443,64 @@ template <class floatX> void test_validation() {
   randomise(m), randomise(wide);
   cpu_double::Model reference;
   cpu_double::model_create(reference, c, 2, T, 1);
-  for (const TensorSpec& t : tensor_table(c))
-    for (size_t i = 0; i < t.size(); i++) reference.params.tensor(t.id)[i] = random_parameter(t, c, i);
-  const bool is_bf16 = std::is_same<floatX, bf16>::value;
-  const double tolerance = is_bf16 ? 2e-2 : 1e-5;
+  RANDOMISE(reference, double)
+  cpu_float::Model yardstick;
+  cpu_float::model_create(yardstick, c, 2, T, 1);
+  RANDOMISE(yardstick, float)
   const auto got = gpu::validate(m, data, 9 * T);
   const auto want = cpu_double::validate(reference, data, 9 * T);
+  const auto plain = PLAIN(floatX, validate(yardstick, data, 9 * T));
   CHECK_EQ(got.tokens, want.tokens);
-  CHECK_CLOSE(got.loss, want.loss, tolerance);
-  CHECK(got.loss == gpu::validate(wide, data, 9 * T).loss);  // the batch does not show
-  for (size_t l = 0; l < c.L; l++) {
-    CHECK_CLOSE(got.routes.js_nats[l], want.routes.js_nats[l], tolerance);
-    for (size_t j = 0; j < want.routes.qk[l].size(); j++) {
-      CHECK_CLOSE(got.routes.qk[l][j], want.routes.qk[l][j], tolerance);
-      CHECK_CLOSE(got.routes.v[l][j], want.routes.v[l][j], tolerance);
-    }
+  CHECK_EQ(plain.tokens, want.tokens);
+  double sum = 0;
+  std::vector<int> tokens(T), targets(T);
+  std::vector<float> losses;
+  for (size_t window = 0; window < 9; window++) {
+    data.window(window, T, tokens.data(), targets.data());
+    gpu::model_loss(m, tokens.data(), targets.data(), 1, T, nullptr, &losses);
+    for (float loss : losses) sum += double(loss);
   }
-  cpu_double::Model rounded;  // the yardstick: weights as the products read them
-  cpu_double::model_create(rounded, c, 2, T, 1);
-  for (const TensorSpec& t : tensor_table(c))
-    for (size_t i = 0; i < t.size(); i++) {
-      const double v = random_parameter(t, c, i);
-      rounded.params.tensor(t.id)[i] = t.decay ? round_bf16(v) : v;
-    }
+  CHECK_EQ(got.loss, sum / double(got.tokens));
+  compare("route statistics", route_numbers(got.routes), route_numbers(plain.routes),
+          route_numbers(want.routes));
+  CHECK(got.loss == gpu::validate(wide, data, 9 * T).loss);  // the batch does not show
   std::vector<float> logits, logits_want, logits_plain;
+  double largest = 0;  // error of the plain code
   for (size_t n : {1, 5, 60}) {  // 60: longer than the context
     std::vector<int> context;
     for (size_t i = 0; i < n; i++) context.push_back(int(i * 7 % V));
     gpu::next_token_logits(m, context, logits);
     cpu_double::next_token_logits(reference, context, logits_want);
-    cpu_double::next_token_logits(rounded, context, logits_plain);
-    auto numbers = [](const std::vector<float>& v) { return Numbers(v.begin(), v.end()); };
-    const double error = error_of(numbers(logits), numbers(logits_want));
-    const double plain = is_bf16 ? error_of(numbers(logits_plain), numbers(logits_want)) : 1e-6;
-    printf("       logits after %2zu tokens: error %.2e, plain %.2e\n", n, error, plain);
-    CHECK(error <= BF16_FACTOR * plain);
+    PLAIN(floatX, next_token_logits(yardstick, context, logits_plain));
+    compare(format("logits after %zu", n).c_str(), numbers(logits), numbers(logits_plain),
+            numbers(logits_want));
+    for (size_t v = 0; v < V; v++)
+      largest = std::max(largest, std::fabs(double(logits_plain[v]) - logits_want[v]));
   }
-  cpu_double::model_free(rounded);
+
+  TEST(format("a prompt is continued as the CPU does, %s", type_name<floatX>()));
+  const std::vector<int> prompt = {3, 1, 4, 1, 5, 9, 2, 6};
+  const size_t more = BRIEF ? 3 : 40;  // past the end of the context, if it may take long
+  if (!is_bf16<floatX>)
+    for (double temperature : {0.0, 1.0})
+      CHECK(gpu::generate(m, prompt, more, temperature, 20, 0.95, 7, -1) ==
+            cpu_float::generate(yardstick, prompt, more, temperature, 20, 0.95, 7, -1));
+  // In bf16 another token may win where two are nearly as likely; nowhere else.
+  const std::vector<int> text = gpu::generate(m, prompt, more, 0, 0, 1, 7, -1);
+  CHECK_EQ(text.size(), prompt.size() + more);
+  size_t others = 0;
+  for (size_t n = prompt.size(); n < text.size(); n++) {
+    const std::vector<int> before(text.begin(), text.begin() + long(n));
+    cpu_double::next_token_logits(reference, before, logits_want);
+    const float best = *std::max_element(logits_want.begin(), logits_want.end());
+    const float chosen = logits_want[size_t(text[n])];
+    CHECK(best - chosen <= 2 * FACTOR * largest);
+    others += chosen < best;
+  }
+  printf("       %zu tokens, %zu not the first choice in double; plain logits are off by up to %.1e\n", more,
+         others, largest);
+  CHECK(std::vector<int>(text.begin(), text.begin() + long(prompt.size())) == prompt);
+  cpu_float::model_free(yardstick);
   cpu_double::model_free(reference);
   gpu::model_free(m), gpu::model_free(wide);
 }
@@ -346,7 +509,7 @@ template <class floatX> void test_validation() {
 // emulator does queued work at once, as late as it may, or in between.
 template <class floatX> void test_queueing() {
   TEST(format("queued copies, and looking with --profile: same bits, %s",
-              std::is_same<floatX, bf16>::value ? "bf16" : "fp32"));
+              type_name<floatX>()));
   const Config c = small_config(Arch::rd, 2);
   const TokenData data = made_up_tokens();
   const Options o = step_options(1);  // four micro-batches a step take turns in two places
@@ -391,9 +554,47 @@ template <class floatX> void test_queueing() {
 #endif
 }
 
-template <class floatX> void test_all(bool brief) {
+// Every buffer in its turn does not fit: the message names it, what it needs and what is left.
+void test_out_of_memory() {
+  TEST("out of memory: whichever buffer it is, the message names it");
+#ifdef __CUDACC__
+  SKIP("only the emulator's card can be made smaller");
+#else
+  const Config c = small_config(Arch::rd, 2);
+  size_t elements = 0, matrices = 0;
+  for (const TensorSpec& t : tensor_table(c)) elements += t.size(), matrices += t.decay ? t.size() : 0;
+  struct Buffer { const char* name; size_t bytes; const char* hint; };
+  std::vector<Buffer> buffers;
+  for (const char* family : {"parameters", "gradients", "first moments", "second moments"})
+    buffers.push_back({family, elements * sizeof(float), "lower the sizes of the model"});
+  buffers.push_back({"bf16 copies of the matrices", matrices * sizeof(bf16), "lower the sizes of the model"});
+  gpu::Activations<bf16> none = {};
+  gpu::for_each_activation(none, c, B, T, false, gpu::classifier_rows(c, B * T),
+                           [&](const char*, const char* name, auto*& at, size_t n) {
+                             buffers.push_back({name, n * sizeof *at, "lower --batch, or add --recompute"});
+                           });
+  size_t free = 0, card = 0, taken = 0;
+  CUDA_CHECK(cudaMemGetInfo(&free, &card));
+  taken = card - free;
+  for (const Buffer& buffer : buffers) {
+    emu::device_bytes = taken + buffer.bytes - 1;
+    const Outcome outcome = in_child([&] {
+      gpu::Model<bf16> m;
+      gpu::model_create(m, c, B, T, 1);
+    });
+    CHECK(refuses(outcome, EXIT_ERROR,
+                  format("out of GPU memory: %s needs %s, %s of %s are free; %s", buffer.name,
+                         human_bytes(buffer.bytes).c_str(), human_bytes(buffer.bytes - 1).c_str(),
+                         human_bytes(emu::device_bytes).c_str(), buffer.hint)));
+    taken += (buffer.bytes + 511) / 512 * 512;
+  }
+  emu::device_bytes = card;
+#endif
+}
+
+template <class floatX> void test_all() {
   test_gradients<floatX>(Arch::rd, 4);  // the last block is half a block
-  if (!brief) {
+  if (!BRIEF) {
     for (Arch arch : {Arch::rd, Arch::block, Arch::tied, Arch::average, Arch::frozen_v, Arch::residual})
       test_gradients<floatX>(arch, 2);
     test_gradients<floatX>(Arch::rd, 6), test_gradients<floatX>(Arch::average, 6);  // one block
@@ -404,19 +605,14 @@ template <class floatX> void test_all(bool brief) {
   }
   test_validation<floatX>();
   test_training<floatX>(Arch::rd);
-  if (!brief || std::is_same<floatX, bf16>::value) test_queueing<floatX>();
+  if (!BRIEF || is_bf16<floatX>) test_queueing<floatX>();
 }
 
 int main() {
-  // The emulator's slow builds look for races and overruns: every kernel once is enough there.
-#if defined(EMU_RACE) || defined(__SANITIZE_ADDRESS__)
-  const bool brief = true;
-#else
-  const bool brief = false;
-#endif
   gpu::device_open();
-  test_all<float>(brief);
-  test_all<bf16>(brief);
+  test_out_of_memory();  // first: it forks, so there should be one thread
+  test_all<float>();
+  test_all<bf16>();
   gpu::device_close();
   return finish();
 }

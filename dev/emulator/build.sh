@@ -1,18 +1,20 @@
 #!/usr/bin/env bash
 # usage: build.sh fast|asan|race SOURCE.cu OUTPUT [compiler flags...]     compiles CUDA code for the emulator
-# fast: optimised, blocks on all cores. asan: AddressSanitizer and UBSan. race: dev/emulator/race.cpp.
+# fast: blocks on all cores. asan: AddressSanitizer and UBSan. race: dev/emulator/race.cpp.
+# The program itself is hardly optimised: it runs for seconds, and compiles for longer.
 # CXX: the compiler; asan and race need g++. The engine's object files are kept under build/emulator/.
 set -e
 here=$(cd "$(dirname "$0")" && pwd)
 mode=$1 source=$2 output=$3
-shift 3 || { sed -n 2,4p "$0" >&2; exit 2; }
+shift 3 || { sed -n 2,5p "$0" >&2; exit 2; }
 cxx=${CXX:-g++}
 common="-std=c++17 -g -Wall -Wextra -Wno-unknown-pragmas -fno-strict-aliasing"
 case $mode in
-  fast) engine=""           program="-O2 -march=native -fopenmp" link="-fopenmp" ;;
-  asan) engine="-DEMU_ASAN" link="-O1 -fopenmp -fsanitize=address,undefined -fno-sanitize-recover=undefined"
+  fast) engine=""           program="-Og -march=native -fopenmp" link="-fopenmp" ;;
+  asan) engine="-DEMU_ASAN" link="-Og -fopenmp -fsanitize=address,undefined -fno-sanitize-recover=undefined"
         program=$link ;;
   # The calls that the thread sanitizer puts into the program are answered by race.cpp, not by its library.
+  # Not -Og: there g++ leaves out the call before a store of a function's result.
   race) engine="-DEMU_RACE" program="-O1 -fsanitize=thread -DEMU_RACE" link="" ;;
   *) echo "error: build '$mode', expected fast, asan or race" >&2; exit 2 ;;
 esac

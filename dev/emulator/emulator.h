@@ -55,6 +55,7 @@ struct Api {  // while it lives, fail() on the host names this API call
 
 // ---- barriers and warp-wide operations ----------------------------------------------------------------
 void barrier(Site);
+bool left_out(Site);  // by EMU_WITHOUT=train.cu:123, which takes the barrier of that line away
 void warp_synced();  // what __syncwarp adds to a meeting of lanes: their accesses to memory are now ordered
 // Every lane in `mask` arrives with its arguments; the last one runs together(arguments of each lane) for all.
 void meet(const char* op, Site, unsigned mask, void* args, void (*together)(void** lane, void* f), void* f);

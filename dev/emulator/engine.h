@@ -48,6 +48,7 @@ extern EMU_PER_CORE Engine* engine;
 // host.cpp
 unsigned random_below(unsigned n);
 std::string source_line(const void* caller);
+std::string source_line(Site);
 std::string source_line(Site, const void* caller);
 void* reserve(size_t bytes);
 void parallel_for(size_t n, const std::function<void(size_t)>& f);  // f(0) .. f(n - 1), on all cores

@@ -94,8 +94,9 @@ std::string source_line(const void* caller) {
   if (f) pclose(f);
   return lines.empty() ? "?" : lines;
 }
+std::string source_line(Site site) { return base_name(site.file) + ":" + std::to_string(site.line); }
 std::string source_line(Site site, const void* caller) {  // compilers merge branches: the site's line is right
-  const std::string lines = source_line(caller), line = base_name(site.file) + ":" + std::to_string(site.line);
+  const std::string lines = source_line(caller), line = source_line(site);
   return lines.compare(0, line.size(), line) ? line : lines;
 }
 

@@ -137,7 +137,6 @@ const char* cudaGetErrorString(cudaError_t e) {
          e == cudaErrorInvalidDevice ? "invalid device ordinal" : "device not ready";
 }
 cudaError_t cudaGetLastError() { const cudaError_t e = last_error; last_error = cudaSuccess; return e; }
-cudaError_t cudaPeekAtLastError() { return last_error; }
 cudaError_t cudaGetDeviceCount(int* count) { *count = 1; return cudaSuccess; }
 cudaError_t cudaSetDevice(int device) { return result(device == 0 ? cudaSuccess : cudaErrorInvalidDevice); }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int device) {
