@@ -104,6 +104,18 @@ inline real exponential(real x) {
   return e * factor_low * factor_high;
 }
 
+// The largest of x (n). In lanes of its own: compilers must not reorder the maximum of floats by themselves.
+inline real maximum(const real* x, size_t n) {
+  constexpr size_t LANES = 64 / sizeof(real);
+  real top[LANES];
+  std::fill(top, top + LANES, real(-INFINITY));
+  size_t i = 0;
+  for (; i + LANES <= n; i += LANES)
+    for (size_t lane = 0; lane < LANES; lane++) top[lane] = x[i + lane] > top[lane] ? x[i + lane] : top[lane];
+  for (; i < n; i++) top[0] = x[i] > top[0] ? x[i] : top[0];
+  return *std::max_element(top, top + LANES);
+}
+
 // Elementwise loops go in chunks of this many numbers: which numbers share a vector must not depend on threads.
 constexpr size_t CHUNK = 1 << 12;
 
@@ -678,9 +690,8 @@ void classifier(real* losses,        // (BT), nats
     for (size_t row = 0; row < rows; row++) {
       real* z = logits + row * Vp;
       const size_t target = size_t(targets[row0 + row]);
-      real top = z[0], sum = 0;
-#pragma omp simd reduction(max : top)
-      for (size_t v = 0; v < V; v++) top = std::max(top, z[v]);
+      const real top = maximum(z, V);
+      real sum = 0;
       if (guesses) guesses[row0 + row] = int(std::max_element(z, z + V) - z);
       const real target_logit = z[target];
 #pragma omp simd reduction(+ : sum)
