@@ -2664,11 +2664,11 @@ struct Validation {
   RouteStats routes;
 };
 
-// Mean loss over the first max_tokens of a split (whole windows, at least one), in order. Touches activations
+// Mean loss over the first max_tokens >= T of a split (whole windows), in order. Touches activations
 // only. The sum runs in token order in double, so the batch size does not show in the result.
 template <class floatX>
 Validation validate(Model<floatX>& m, const TokenData& data, size_t max_tokens) {
-  const size_t T = m.T, windows = std::min(std::max<size_t>(max_tokens / T, 1), data.num_windows(T));
+  const size_t T = m.T, windows = std::min(max_tokens / T, data.num_windows(T));
   std::vector<int> tokens(m.B * T), targets(m.B * T);
   std::vector<float> losses;
   Validation result = {};

@@ -113,11 +113,6 @@ static void reloading() {
                    " --steps 0 --sample-tokens 0 --val-tokens 400 --batch " + batch + " --out " + folder + "/" + out));
     CHECK(log_field(out, "val", "loss") == loss);
   }
-  TEST("--val-tokens below one window reads one window");
-  check_ok(train("little", "--steps 0 --val-tokens 5"));
-  CHECK_EQ(log_field("little", "val", "count").at(0), "37");
-  CHECK(std::isfinite(std::stod(log_field("little", "val", "loss").at(0))));
-
   TEST("--steps 0 writes a checkpoint, with the weights it started from");
   const auto x = tensors(checkpoint_of("whole", 20)), y = tensors(checkpoint_of("reload1", 0));
   for (const char* tensor : {"model.attn_route_v", "model.wte"})
