@@ -379,7 +379,8 @@ def tokenize(args, writer, tokenizer):
     """The run itself, from where the writer's state is to the end of the input."""
     start = printed = saved = time.time()
     before = writer.tokens()
-    with multiprocessing.Pool(args.workers, start_worker, (tokenizer,)) as pool:
+    pool = multiprocessing.Pool(args.workers, start_worker, (tokenizer,))
+    try:
         texts = documents(args, writer.state["rows"])
         jobs = ((batch, args.val, args.test) for batch in batches(texts, 1 << 18))
         for batch in in_order(pool, jobs, 4 * args.workers):
@@ -395,6 +396,11 @@ def tokenize(args, writer, tokenizer):
                 printed = now
             if args.max_tokens and total >= args.max_tokens:
                 break
+    finally:
+        # Not terminate(), which `with` would call: a worker killed while it hands over a result leaves the lock
+        # of the queue taken, and terminate() waits for ever.
+        pool.close()
+        pool.join()
     if writer.tokens() == 0:
         fail("no document in the input")
     for split in SPLITS:
