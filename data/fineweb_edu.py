@@ -397,8 +397,8 @@ def tokenize(args, writer, tokenizer):
             if args.max_tokens and total >= args.max_tokens:
                 break
     finally:
-        # Not terminate(), which `with` would call: a worker killed while it hands over a result leaves the lock
-        # of the queue taken, and terminate() waits for ever.
+        # Not terminate(), which `with` would call: where tasks are still under way it can wait for ever for a
+        # lock of the queue that a worker holds.
         pool.close()
         pool.join()
     if writer.tokens() == 0:
