@@ -2967,17 +2967,10 @@ static int run_training(const Options& options, Checkpoint& checkpoint, const ch
     run.step++, run.tokens += o.total_batch, run.position += examples;
     if (run.step > first_step + 1) timed += seconds;
     const double each = run.step > first_step + 1 ? timed / double(run.step - first_step - 1) : -1;
-    if (!o.quiet)
-      printf("%s", step_line({run.step, o.steps, result.loss, result.norm, lr, seconds, o.total_batch,
-                              each * double(o.steps - run.step), flops, peak}).c_str());
-    log.write(Event("step")
-                  .add("step", run.step)
-                  .add("tokens", run.tokens)
-                  .add("loss", result.loss)
-                  .add("norm", result.norm)
-                  .add("lr", lr)
-                  .add("ms", seconds * 1000)
-                  .add("tok_s", double(o.total_batch) / seconds));
+    const StepReport report = {run.step, o.steps, result.loss, result.norm, lr, seconds, o.total_batch,
+                               each * double(o.steps - run.step), flops, peak};
+    if (!o.quiet) printf("%s", step_line(report).c_str());
+    log.write(step_event(run, report));
     if (!profile.on) continue;
     profile.end_step();
     profile.on = false;  // what happens between steps is not looked at

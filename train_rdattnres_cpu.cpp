@@ -1440,17 +1440,10 @@ int main(int argc, char** argv) {
     run.step++, run.tokens += o.total_batch, run.position += examples;
     if (run.step > first_step + 1) timed += seconds;
     const double each = run.step > first_step + 1 ? timed / double(run.step - first_step - 1) : -1;
-    if (!o.quiet)
-      printf("%s", step_line({run.step, o.steps, result.loss, result.norm, lr, seconds, o.total_batch,
-                              each * double(o.steps - run.step)}).c_str());
-    log.write(Event("step")
-                  .add("step", run.step)
-                  .add("tokens", run.tokens)
-                  .add("loss", result.loss)
-                  .add("norm", result.norm)
-                  .add("lr", lr)
-                  .add("ms", seconds * 1000)
-                  .add("tok_s", double(o.total_batch) / seconds));
+    const StepReport report = {run.step, o.steps, result.loss, result.norm, lr, seconds, o.total_batch,
+                               each * double(o.steps - run.step)};
+    if (!o.quiet) printf("%s", step_line(report).c_str());
+    log.write(step_event(run, report));
   }
   const double seconds = seconds_now() - start;
   if (run.step < o.steps) {

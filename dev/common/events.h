@@ -4,7 +4,7 @@
 #include "config.h"              // Config, count_params
 #include "flags.h"               // saved_options
 #include "log.h"                 // Event
-#include "report.h"              // RouteStats, NATS_PER_BIT
+#include "report.h"              // RouteStats, NATS_PER_BIT, StepReport
 #include "run.h"                 // Progress
 
 // The settings of the run and the number of parameters.
@@ -13,6 +13,12 @@ inline Event config_event(const Options& o, const Config& c) {
   Event event("config");
   return event.add("options", saved_options(o)).add("parameters", n.total).add("embedding", n.embedding)
       .add("layers", n.layers).add("routes", n.routes);
+}
+
+inline Event step_event(const Progress& at, const StepReport& r) {
+  Event event("step");
+  return event.add("step", r.step).add("tokens", at.tokens).add("loss", r.loss).add("norm", r.norm)
+      .add("lr", r.lr).add("ms", r.seconds * 1000).add("tok_s", double(r.tokens) / r.seconds);
 }
 
 inline Event validation_event(const Progress& at, const char* split, double loss, size_t count) {
