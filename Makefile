@@ -118,10 +118,15 @@ $(BUILD)/matmul_blas: dev/cpu/matmul.cpp Makefile | $(BUILD)
 bench: $(BUILD)/bench
 	$< $(ARGS)
 
+# A trainer takes a flag once, so a target's --flag=value is left out where ARGS has the flag too.
+flag_of  = $(firstword $(subst =, ,$(1)))
+or_args  = $(foreach given,$(1),$(if $(filter $(call flag_of,$(given)) $(call flag_of,$(given))=%,$(ARGS)),,$(given))) $(ARGS)
+
 # A small sibling of the tiny preset: every CUDA thread is played by the CPU, so a step takes seconds.
+SMALL   := --layers=2 --width=64 --heads=2 --ffn=96 --context=64 --batch=4 --steps=20 --warmup=2 --val-every=10 \
+             --val-tokens=1024 --sample-tokens=0 --out=runs/emulated
 train_emulated: $(BUILD)/train_emulated
-	$< --layers 2 --width 64 --heads 2 --ffn 96 --context 64 --batch 4 --steps 20 --warmup 2 --val-every 10 --val-tokens 1024 \
-	  --sample-tokens 0 --out runs/emulated $(ARGS)
+	$< $(call or_args,$(SMALL))
 
 train_rdattnres: train_rdattnres.cu Makefile | need_nvcc $(BUILD)
 	$(NVCC) $(NVFLAGS) -MMD -MP -MF $(BUILD)/$@.d $< -o $@
@@ -142,7 +147,7 @@ $(BUILD):
 # A thread that waits for the others keeps its core busy for a moment, then sleeps: spinning on, as OpenMP does by
 # itself, makes a run many times slower as soon as another program wants a core. (First g++'s name, then clang's.)
 train: all
-	GOMP_SPINCOUNT=10000 KMP_BLOCKTIME=0 ./train_rdattnres_cpu --out runs/tiny $(ARGS)
+	GOMP_SPINCOUNT=10000 KMP_BLOCKTIME=0 ./train_rdattnres_cpu $(call or_args,--out=runs/tiny)
 
 # Tests start many short programs, some with more threads than cores: threads that wait must not keep a core busy.
 test: all data/text_to_shards $(TESTS) $(filter $(BUILD)/%,$(SANITIZED)) $(EMULATED) $(if $(EMULATED),$(BUILD)/train_emulated)
@@ -198,7 +203,7 @@ help:
 	@echo "make data/text_to_shards  the tool that turns text into token shards"
 	@echo "make train_rdattnres    the CUDA trainer; needs nvcc. GPU_ARCH=90 names the architecture; default: the card's,"
 	@echo "                        or code for 8.0 and 9.0 and PTX where there is no card"
-	@echo "make train_emulated     the CUDA trainer without a GPU: a very small run through dev/emulator"
+	@echo "make train_emulated     the CUDA trainer without a GPU: a very small run; ARGS='--steps 3' changes it"
 	@echo "make test_gpu           the CUDA tests on a real card"
 	@echo "make ptxas              registers, spills, shared memory, occupancy of the kernels; fails if one spills; needs python3"
 	@echo "make paired             the paired experiment in small: runs, report, pictures; needs python3"

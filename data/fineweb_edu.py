@@ -279,7 +279,7 @@ class Writer:
         part, path = self.state["splits"][split]["part"], self.path(split)
         if os.path.exists(path):  # it was finished after that: unfinished again
             os.replace(path, path + ".part")
-        for number in range(self.state["splits"][split]["shards"] + 1, 10 ** 6):  # begun after that
+        for number in range(self.state["splits"][split]["shards"] + (part > 0), 10 ** 6):  # begun after that
             later = os.path.join(self.folder, f"{self.name}_{split}_{number:06d}.bin")
             found = [p for p in (later, later + ".part") if os.path.exists(p)]
             if not found:

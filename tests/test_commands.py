@@ -47,7 +47,7 @@ CHECK = {
     "sudo apt-get update && sudo apt-get install -y git g++ make && make train",
     "sudo apt-get update && sudo apt-get install -y git g++ make && make test",
     "make", "make test", "make fuzz", "make tidy", "make bench", "make ptxas", "make test_gpu",
-    "make train_emulated",
+    "make train_emulated", "make train_emulated ARGS='--steps 3 --dtype fp32'",
     "make train_rdattnres",
     "make train_rdattnres GPU_ARCH=89",
     "./train_rdattnres_cpu --train 'data/fineweb_edu/edu_fineweb_train_*.bin' "
@@ -89,6 +89,7 @@ CHECK = {
 # Each has one mistake, which its check must see.
 WRONG = (
     "make trian", "make train ARGS='--stesp 5000'", "make train FLAG='--steps 5000'",
+    "make train_emulated ARGS='--stesp 3'", "make train_emulated ARGS='--steps 3 --steps=4'",
     "./train_rdattnres_cpu --arch blokc --seed 2", "./train_rdattnres --preset s --vla-every 10",
     "./train_rdattnres_cpu --dtype fp32", "./train_rdattnres --recompute --profle 10",
     "./train_rdattnres_cpu --width 100 --heads 3", "build/matmull 512 2880 576",

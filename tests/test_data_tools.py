@@ -551,7 +551,7 @@ def test_fineweb_edu_py():
             assert open(f"{folder}/text/{name}", "rb").read() == open(f"{folder}/out/{name}", "rb").read(), name
         tens = [b"%09d" % i for i in range(40)]
         path = write(folder, "tens.jsonl", jsonl(tens))
-        for limit in (1, 100, 101, 137):
+        for limit in (1, 100, 101, 109, 137):  # documents of ten tokens
             flags = ["--val", 0, "--test", 0, "--shard-tokens", limit, "--name", f"at{limit}"]
             tokenize(folder, "--input", path, "--tokenizer", vocabulary, *flags)
             assert read_split(folder + "/out", "train", f"at{limit}") == greedy(tens, limit), limit
@@ -651,6 +651,48 @@ def test_fineweb_edu_py():
                 ("--tokenizer", vocabulary, "gpt2"), ("--train-bytes", 1000000000, 5)]:
             run(sys.executable, script, "--out", out, "--input", path, *flags, flag, now, status=1,
                 says=f"an earlier run had {flag[2:].replace('-', '_')} {was}, now it is")
+
+    with case("fineweb_edu.py stopped anywhere: the folder is again as it was saved, then as if left alone"):
+        # The class that writes, without processes: so every pair of a save and a stop can be tried.
+        spec = importlib.util.spec_from_file_location("fineweb_edu", script)
+        fineweb_edu = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(fineweb_edu)
+        sizes = [4, 6, 3, 0, 8, 10, 1, 12, 9, 3, 2]  # tokens; full shards, a document longer than a shard
+        documents = [(("train", "val")[n % 5 == 4], struct.pack(f"<{size}H", *range(100 * n, 100 * n + size)))
+                     for n, size in enumerate(sizes)]
+
+        def holds(folder):  # every token, but no header: that of an unfinished shard counts for nothing
+            return {os.path.basename(p): open(p, "rb").read()[1024:] for p in glob.glob(folder + "/*.bin*")}
+
+        def write_on(folder, upto):
+            writer = fineweb_edu.Writer(folder, "w", 10, {})
+            at_start = holds(folder)
+            for split, tokens in documents[writer.state["rows"]:upto]:
+                writer.add(split, len(tokens), tokens)
+            return writer, at_start
+
+        def finish_all(writer, folder):
+            for split in ("train", "val", "test"):
+                writer.finish(split)
+            return {os.path.basename(p): open(p, "rb").read() for p in glob.glob(folder + "/*.bin*")}
+
+        folder = fresh_folder()
+        alone = finish_all(write_on(folder, len(documents))[0], folder)
+        shards = [len(shard) for split in ("train", "val") for shard in read_split(folder, split, "w")]
+        assert shards == [10, 3, 10, 1, 12, 9, 2, 8, 3], shards
+        for saved in range(len(documents)):
+            for stopped in range(saved, len(documents) + 1):
+                folder = fresh_folder()
+                writer, _ = write_on(folder, saved)
+                writer.save()
+                before = holds(folder)
+                for split, tokens in documents[saved:stopped]:
+                    writer.add(split, len(tokens), tokens)
+                for file in writer.files.values():
+                    file.close()  # all of it has reached the disk, but not the state
+                writer, after = write_on(folder, len(documents))
+                assert after == before, f"saved after {saved}, stopped after {stopped}: {after}, {before}"
+                assert finish_all(writer, folder) == alone, f"saved after {saved}, stopped after {stopped}"
 
     with case("--tokenizer train: a vocabulary of the size asked for, that text_to_shards encodes with alike"):
         need("numpy", "tiktoken", "tokenizers")
