@@ -322,9 +322,9 @@ __device__ inline Raw8<float> fetch8(const float* p) {
 __device__ inline void unpack8(float (&v)[8], const Raw8<bf16>& raw) {
   const unsigned bits[4] = {raw.bits.x, raw.bits.y, raw.bits.z, raw.bits.w};
 #pragma unroll
-  for (int k = 0; k < 4; k++) {  // a bf16 is the upper half of a float
-    v[2 * k] = __uint_as_float(bits[k] << 16);
-    v[2 * k + 1] = __uint_as_float(bits[k] & 0xFFFF0000u);
+  for (int k = 0; k < 8; k += 2) {  // a bf16 is the upper half of a float
+    v[k] = __uint_as_float(bits[k / 2] << 16);
+    v[k + 1] = __uint_as_float(bits[k / 2] & 0xFFFF0000u);
   }
 }
 __device__ inline void unpack8(float (&v)[8], const Raw8<float>& raw) {
@@ -714,7 +714,7 @@ route_backward_kernel(floatX* dh, floatX* x, float* delta, floatX* dpartial, flo
     for (int k = 0; k < 8; k++) old[k] += value[k];
     store8(gathered + vector * C + c, old);
   };
-  for (size_t c = lane * 8; c < C; c += 256)
+  for (size_t c = size_t(lane) * 8; c < C; c += 256)
     for (int vector = 0; vector <= R; vector++) store8(gathered + vector * C + c, {0, 0, 0, 0, 0, 0, 0, 0});
   for (size_t bt = blockIdx.x * size_t(ROUTE_WARPS) + warp; bt < BT; bt += gridDim.x * size_t(ROUTE_WARPS)) {
     float h[R][NV][8] = {}, s[NV][8] = {}, pj[R] = {};
@@ -829,8 +829,8 @@ route_backward_kernel(floatX* dh, floatX* x, float* delta, floatX* dpartial, flo
   const float* all = dynamic_shared<float>();
   for (size_t i = threadIdx.x; i < (1 + R) * C; i += ROUTE_THREADS) {
     float sum = 0;
-    for (int other = 0; other < ROUTE_WARPS; other++) sum += all[other * (1 + R) * C + i];
-    rows[blockIdx.x * (1 + R) * C + i] = sum;
+    for (int other = 0; other < ROUTE_WARPS; other++) sum += all[other * ((1 + R) * C) + i];
+    rows[blockIdx.x * ((1 + R) * C) + i] = sum;
   }
 }
 template <class floatX>
@@ -995,13 +995,13 @@ __global__ void rmsnorm_forward_kernel(floatX* x, float* rstd, const floatX* h, 
   const size_t bt = (blockIdx.x * size_t(blockDim.x) + threadIdx.x) / 32;
   if (bt >= BT) return;
   float squares = 0, v[8], g[8];
-  for (size_t c = lane * 8; c < C; c += 256) {
+  for (size_t c = size_t(lane) * 8; c < C; c += 256) {
     load8(v, h + bt * C + c);
     for (int k = 0; k < 8; k++) squares = fmaf(v[k], v[k], squares);
   }
   const float r = rsqrtf(warp_sum(squares) / float(C) + EPS);
   if (lane == 0) rstd[bt] = r;
-  for (size_t c = lane * 8; c < C; c += 256) {
+  for (size_t c = size_t(lane) * 8; c < C; c += 256) {
     load8(v, h + bt * C + c), load8(g, weight + c);
     for (int k = 0; k < 8; k++) v[k] = g[k] * (r * v[k]);
     store8(x + bt * C + c, v);
@@ -1031,12 +1031,12 @@ __global__ void rmsnorm_backward_kernel(floatX* dh, float* rows, const floatX* d
   for (size_t bt = blockIdx.x * size_t(ROUTE_WARPS) + warp; bt < BT; bt += gridDim.x * size_t(ROUTE_WARPS)) {
     const float r = rstd[bt];
     float mean = 0, v[8], d[8], g[8], sum[8];
-    for (size_t c = lane * 8; c < C; c += 256) {
+    for (size_t c = size_t(lane) * 8; c < C; c += 256) {
       load8(v, h + bt * C + c), load8(d, dx + bt * C + c), load8(g, weight + c);
       for (int k = 0; k < 8; k++) mean = fmaf(g[k] * d[k], r * v[k], mean);
     }
     mean = warp_sum(mean) / float(C);
-    for (size_t c = lane * 8; c < C; c += 256) {
+    for (size_t c = size_t(lane) * 8; c < C; c += 256) {
       load8(v, h + bt * C + c), load8(d, dx + bt * C + c), load8(g, weight + c), load8(sum, gathered + c);
       float out[8] = {};
       if (!first) load8(out, dh + bt * C + c);
@@ -1287,7 +1287,7 @@ struct PlainTile { float at[PLAIN][MAX_HEAD_SIZE + 1]; };
 template <class floatX>
 __device__ inline void load_plain(PlainTile& tile, const floatX* rows, size_t ld, size_t row0, size_t T,
                                   size_t HS) {
-  for (size_t i = threadIdx.y * PLAIN + threadIdx.x; i < PLAIN * HS; i += PLAIN * PLAIN)
+  for (size_t i = threadIdx.y * PLAIN + threadIdx.x; i < PLAIN * HS; i += size_t(PLAIN) * PLAIN)
     tile.at[i / HS][i % HS] = row0 + i / HS < T ? to_float(rows[(row0 + i / HS) * ld + i % HS]) : 0.0f;
 }
 __device__ inline float dot_plain(const PlainTile& a, unsigned row_a, const PlainTile& b, unsigned row_b,
@@ -1325,7 +1325,7 @@ __global__ void attention_forward_plain_kernel(floatX* att, float* lse, const fl
                                                size_t HS, float scale) {
   __shared__ PlainTile q, k, v;
   __shared__ float weights[PLAIN][PLAIN + 1];
-  const size_t head = blockIdx.y, b = blockIdx.z, q0 = blockIdx.x * PLAIN, query = q0 + threadIdx.y;
+  const size_t head = blockIdx.y, b = blockIdx.z, q0 = blockIdx.x * size_t(PLAIN), query = q0 + threadIdx.y;
   const floatX* rows = qkv + b * T * 3 * C + head * HS;
   load_plain(q, rows, 3 * C, q0, T, HS);
   float acc[MAX_HEAD_SIZE / PLAIN] = {}, top = -INFINITY, sum = 0;
@@ -1356,7 +1356,7 @@ __global__ void attention_backward_q_plain_kernel(floatX* dqkv, float* delta, co
                                                   size_t T, size_t C, size_t HS, float scale) {
   __shared__ PlainTile q, d, k, v;
   __shared__ float dscores[PLAIN][PLAIN + 1];
-  const size_t head = blockIdx.y, b = blockIdx.z, q0 = blockIdx.x * PLAIN, query = q0 + threadIdx.y;
+  const size_t head = blockIdx.y, b = blockIdx.z, q0 = blockIdx.x * size_t(PLAIN), query = q0 + threadIdx.y;
   const floatX* rows = qkv + b * T * 3 * C + head * HS;
   load_plain(q, rows, 3 * C, q0, T, HS), load_plain(d, datt + b * T * C + head * HS, C, q0, T, HS);
   const size_t at = (b * gridDim.y + head) * T + query, token = (b * T + query) * C + head * HS;
@@ -1388,7 +1388,7 @@ __global__ void attention_backward_kv_plain_kernel(floatX* dqkv, const floatX* d
                                                    size_t HS, float scale) {
   __shared__ PlainTile q, d, k, v;
   __shared__ float weights[PLAIN][PLAIN + 1], dscores[PLAIN][PLAIN + 1];
-  const size_t head = blockIdx.y, b = blockIdx.z, k0 = blockIdx.x * PLAIN, key = k0 + threadIdx.y;
+  const size_t head = blockIdx.y, b = blockIdx.z, k0 = blockIdx.x * size_t(PLAIN), key = k0 + threadIdx.y;
   const floatX* rows = qkv + b * T * 3 * C + head * HS;
   load_plain(k, rows + C, 3 * C, k0, T, HS), load_plain(v, rows + 2 * C, 3 * C, k0, T, HS);
   float acc_k[MAX_HEAD_SIZE / PLAIN] = {}, acc_v[MAX_HEAD_SIZE / PLAIN] = {};
@@ -1426,6 +1426,7 @@ constexpr int TILE = 64, FLASH_WARPS = 4, FLASH_THREADS = 32 * FLASH_WARPS;
 template <int HS> constexpr int STRIPS = HS <= 64 ? 2 : 1;
 template <int M> constexpr int OWN = 16 * M * FLASH_WARPS;  // rows of a block whose warps have M strips
 // Rows in shared memory are padded by 16 bytes, so that the eight rows of an 8x8 matrix meet no bank twice.
+// Offsets there are int: shared memory ends below 2^18 bytes, and wider ones take registers.
 template <int HS> constexpr int TILE_LD = HS + 8;
 template <int HS> constexpr size_t ROW_BYTES = TILE_LD<HS> * sizeof(bf16);
 
@@ -1568,9 +1569,9 @@ __device__ inline void store_rows(bf16* rows, size_t ld, int row0, size_t T, con
 template <int HS, int M>
 __global__ void __launch_bounds__(FLASH_THREADS)
     attention_forward_kernel(bf16* att, float* lse, const bf16* qkv, size_t T, size_t C, float scale) {
-  constexpr int LD = TILE_LD<HS>;
-  bf16 *sq = dynamic_shared<bf16>(), *sk = sq + OWN<M> * LD, *sv = sk + 2 * TILE * LD;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  constexpr int LD = TILE_LD<HS>, TWO_TILES = 2 * TILE * LD;
+  bf16 *sq = dynamic_shared<bf16>(), *sk = sq + OWN<M> * LD, *sv = sk + TWO_TILES;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, own = warp * 16 * M * LD;  // of the warp's rows
   const size_t head = blockIdx.y, b = blockIdx.z;
   const int q0 = int(gridDim.x - 1 - blockIdx.x) * OWN<M>;  // the longest rows start first
   const int first = q0 + warp * 16 * M;                      // the warp's first query
@@ -1595,7 +1596,7 @@ __global__ void __launch_bounds__(FLASH_THREADS)
     if (k0 >= first + 16 * M) continue;  // all of it lies after the warp's queries
     const int buffer = k0 / TILE % 2 * TILE * LD;
     float s[M][TILE / 8][4] = {};
-    product_nt<HS>(s, sq + warp * 16 * M * LD, sk + buffer, lane);
+    product_nt<HS>(s, sq + own, sk + buffer, lane);
     if (first < k0 + TILE) hide_later(s, first - k0, lane);
     online_softmax(s, acc, top, sum, to_base_2);
     product_nn<HS>(acc, s, sv + buffer, lane);
@@ -1612,9 +1613,9 @@ template <int HS, int M>
 __global__ void __launch_bounds__(FLASH_THREADS)
     attention_backward_q_kernel(bf16* dqkv, float* delta, const bf16* datt, const bf16* qkv, const bf16* att,
                                 const float* lse, size_t T, size_t C, float scale) {
-  constexpr int LD = TILE_LD<HS>;
-  bf16 *sq = dynamic_shared<bf16>(), *sd = sq + OWN<M> * LD, *sk = sd + OWN<M> * LD, *sv = sk + 2 * TILE * LD;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  constexpr int LD = TILE_LD<HS>, TWO_TILES = 2 * TILE * LD;
+  bf16 *sq = dynamic_shared<bf16>(), *sd = sq + OWN<M> * LD, *sk = sd + OWN<M> * LD, *sv = sk + TWO_TILES;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, own = warp * 16 * M * LD;  // of the warp's rows
   const size_t head = blockIdx.y, b = blockIdx.z;
   const int q0 = int(gridDim.x - 1 - blockIdx.x) * OWN<M>, first = q0 + warp * 16 * M;
   const int end = min(q0 + OWN<M>, int(T));
@@ -1653,8 +1654,8 @@ __global__ void __launch_bounds__(FLASH_THREADS)
     for (int key = k0; key < k0 + TILE && key < first + 16 * M; key += CHUNK) {
       const int at = key % (2 * TILE) * LD;
       float a[M][CHUNK / 8][4] = {}, da[M][CHUNK / 8][4] = {};
-      product_nt<HS>(a, sq + warp * 16 * M * LD, sk + at, lane);
-      product_nt<HS>(da, sd + warp * 16 * M * LD, sv + at, lane);
+      product_nt<HS>(a, sq + own, sk + at, lane);
+      product_nt<HS>(da, sd + own, sv + at, lane);
       if (first < key + CHUNK) hide_later(a, first - key, lane);
       for_each_score(a, [&](int m, int n, int i) {
         const float weight = exp2_flushed(a[m][n][i] * (scale * LOG2_E) - row_lse[m][i / 2]);
@@ -1672,10 +1673,10 @@ template <int HS, int M>
 __global__ void __launch_bounds__(FLASH_THREADS)
     attention_backward_kv_kernel(bf16* dqkv, const bf16* datt, const bf16* qkv, const float* lse,
                                  const float* delta, size_t T, size_t C, float scale) {
-  constexpr int LD = TILE_LD<HS>;
-  bf16 *sk = dynamic_shared<bf16>(), *sv = sk + OWN<M> * LD, *sq = sv + OWN<M> * LD, *sd = sq + 2 * TILE * LD;
-  float2* statistics = reinterpret_cast<float2*>(sd + 2 * TILE * LD);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  constexpr int LD = TILE_LD<HS>, TWO_TILES = 2 * TILE * LD;
+  bf16 *sk = dynamic_shared<bf16>(), *sv = sk + OWN<M> * LD, *sq = sv + OWN<M> * LD, *sd = sq + TWO_TILES;
+  float2* statistics = reinterpret_cast<float2*>(sd + TWO_TILES);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, own = warp * 16 * M * LD;  // of the warp's rows
   const size_t head = blockIdx.y, b = blockIdx.z;
   const int k0 = int(blockIdx.x) * OWN<M>, first = k0 + warp * 16 * M;  // the warp's first key
   const bf16 *rows = qkv + b * T * 3 * C + head * HS, *drows = datt + b * T * C + head * HS;
@@ -1701,8 +1702,8 @@ __global__ void __launch_bounds__(FLASH_THREADS)
       if (query + CHUNK <= first) continue;  // all of it lies before the warp's keys
       const int at = query % (2 * TILE) * LD;
       float a[M][CHUNK / 8][4] = {}, da[M][CHUNK / 8][4] = {};
-      product_nt<HS>(a, sk + warp * 16 * M * LD, sq + at, lane);
-      product_nt<HS>(da, sv + warp * 16 * M * LD, sd + at, lane);
+      product_nt<HS>(a, sk + own, sq + at, lane);
+      product_nt<HS>(da, sv + own, sd + at, lane);
       if (query < first + 16 * M)  // some keys lie after some queries
         for_each_score(a, [&](int m, int n, int i) {
           if (first + score_row(m, i, lane) > query + score_column(n, i, lane)) a[m][n][i] = -INFINITY;
@@ -1788,7 +1789,7 @@ void attention_backward(floatX* dqkv,                        // (B,T,3C)
           launch(attention_backward_q_kernel<N, STRIPS<N>>, grid, FLASH_THREADS, tiles, device.stream, dqkv,
                  delta, datt, qkv, att, lse, T, C, scale);
           launch(attention_backward_kv_kernel<N, STRIPS<N>>, grid, FLASH_THREADS,
-                 tiles + 2 * TILE * sizeof(float2), device.stream, dqkv, datt, qkv, lse, delta, T, C, scale);
+                 tiles + sizeof(float2) * 2 * TILE, device.stream, dqkv, datt, qkv, lse, delta, T, C, scale);
         }))
       return;
   const dim3 grid(ceil_div(T, PLAIN), unsigned(NH), unsigned(B)), block(PLAIN, PLAIN);
@@ -1850,11 +1851,11 @@ void swiglu_backward(floatX* dgate, floatX* dup, floatX* act,  // (n)
 
 // One block of 512 threads per row: loss, guess, and (if gradients) dlogits in the place of the logits. The
 // first visit is an online softmax; the second finds the row in the L2 cache. Padding, V .. Vp-1, becomes zero.
-constexpr int CROSS_ENTROPY_THREADS = 512;
+constexpr size_t CROSS_ENTROPY_THREADS = 512;
 template <class floatX>
 __global__ void cross_entropy_kernel(float* losses, int* guesses, floatX* logits, const int* targets,
                                      float dloss, bool gradients, size_t V, size_t Vp) {
-  constexpr int WARPS = CROSS_ENTROPY_THREADS / 32;
+  constexpr size_t WARPS = CROSS_ENTROPY_THREADS / 32;
   __shared__ float tops[WARPS], sums[WARPS];
   __shared__ int bests[WARPS];
   const size_t row = blockIdx.x, target = size_t(targets[row]);
@@ -1863,7 +1864,7 @@ __global__ void cross_entropy_kernel(float* losses, int* guesses, floatX* logits
   const float target_logit = to_float(z[target]);  // read by all before the first barrier, overwritten after it
   float top = -INFINITY, sum = 0, v[8];
   int best = INT32_MAX;
-  for (size_t i = threadIdx.x * 8; i < V; i += CROSS_ENTROPY_THREADS * 8) {
+  for (size_t i = size_t(threadIdx.x) * 8; i < V; i += CROSS_ENTROPY_THREADS * 8) {
     load8(v, z + i);
     float new_top = top;
     for (int k = 0; k < 8; k++) {
@@ -1891,7 +1892,7 @@ __global__ void cross_entropy_kernel(float* losses, int* guesses, floatX* logits
   }
   if (!gradients) return;
   const float scale = dloss / sum;
-  for (size_t i = threadIdx.x * 8; i < Vp; i += CROSS_ENTROPY_THREADS * 8) {
+  for (size_t i = size_t(threadIdx.x) * 8; i < Vp; i += CROSS_ENTROPY_THREADS * 8) {
     load8(v, z + i);
     for (int k = 0; k < 8; k++) {
       v[k] = i + k < V ? __expf(v[k] - row_top) * scale : 0.0f;
@@ -2023,8 +2024,8 @@ inline size_t most_routes_of_a_block(const Config& c) {
 // Logits are the largest array of all; this many rows of them exist at a time. Fewer, larger chunks mean fewer
 // visits to dwte: 2^28 numbers make those 4% of the classifier's time at the paper's sizes.
 inline size_t classifier_rows(const Config& c, size_t BT) {
-  const size_t rows = std::max<size_t>(128, (size_t(1) << 28) / c.Vp() / 128 * 128);
-  return std::min(rows, BT);
+  const size_t Vp = std::max<size_t>(c.Vp(), 128);  // it is never less; the analyzer cannot know
+  return std::min(BT, std::max<size_t>(128, (size_t(1) << 28) / Vp / 128 * 128));
 }
 
 // Calls visit(group, name, pointer, elements) for every buffer but the families of parameters.
@@ -2463,8 +2464,8 @@ __global__ void route_sums_kernel(double* sums, const float* p, const float* q, 
   sum_q = block_sum(sum_q);
   __syncthreads();
   js = block_sum(js);
-  if (threadIdx.x == 0)
-    sums[blockIdx.x * 3] = sum_p, sums[blockIdx.x * 3 + 1] = sum_q, sums[blockIdx.x * 3 + 2] = js;
+  double* out = sums + size_t(blockIdx.x) * 3;
+  if (threadIdx.x == 0) out[0] = sum_p, out[1] = sum_q, out[2] = js;
 }
 // Adds the last forward's attention routes to the sums in stats: the weight on each source for QK and for V,
 // and the Jensen-Shannon divergence between the two, JS = (KL(p||m) + KL(q||m)) / 2 with m = (p + q) / 2.
