@@ -404,8 +404,11 @@ __device__ inline double block_sum(double v) {
 
 // Gradients of norms and queries are sums over all tokens. Stage one: token_blocks() blocks, each with a fixed
 // share of the tokens, write one row of sums each. Stage two, here, adds the rows in order. Neither depends on
-// when a block runs. Two blocks for each multiprocessor: only another kind of card may round differently.
-inline size_t token_blocks() { return 2 * size_t(device.properties.multiProcessorCount); }
+// when a block runs. So many blocks for each multiprocessor: only another kind of card may round differently.
+constexpr int TOKEN_BLOCKS = 3;
+inline size_t token_blocks(size_t each = TOKEN_BLOCKS) {
+  return each * size_t(device.properties.multiProcessorCount);
+}
 constexpr unsigned NORM_BLOCKS = 528;  // likewise, for the sum of all squared gradients
 constexpr int MAX_ROUTE_LIST = 12;
 struct RouteList {  // the routes that a kernel works on: numbers into p, w and dw
@@ -514,9 +517,10 @@ void embedding_backward(float* dwte,         // (Vp,C)
 
 // ---- depth route: a softmax read over the sources, per token -------------------------------------------
 //
-// The layer moves much and computes little, so all that counts is how often a source is read. One warp reads
-// one token: a lane holds eight channels of every 256, NV times, and the mixes of both routes stay in
-// registers. The norm that follows every route is folded in, and so are the CPU file's source_rstd and
+// The layer moves much and computes little, so all that counts is what is asked of memory, and of the caches.
+// One warp reads one token: every source once, for both routes, whose mixes stay in registers. It walks from
+// token to token, so query * gain can stay in registers too, and the next sources are always on their way to
+// shared memory. The norm that follows every route is folded in, and so are the CPU file's source_rstd and
 // route_mix: whoever has a source in registers needs no other kernel to square it or to mix it again.
 
 // The sources of site i: slots 0, S, 2S, ... of the stream, and slot i itself, which comes last.
@@ -526,23 +530,104 @@ struct Sources {
   float* rstd;  // (2L+1, BT): 1 / rms of each slot, written by the first site that reads it: site i for slot i
   size_t S, i;
   __host__ __device__ size_t K() const { return 1 + (i + S - 1) / S; }
-  __host__ __device__ size_t slot(size_t j) const { return j * S < i ? j * S : i; }
+  __host__ __device__ unsigned slot(unsigned j) const { return unsigned(j * S < i ? j * S : i); }
 };
 
-// Calls f with the number of 256-channel vectors that hold C, as a compile-time constant.
+// A row of C numbers in a warp: lane l holds the four from 4 l on of every 128, NV times; zeros after the end.
+template <int NV> using Row = float[NV][4];
+template <int NV, class F>
+__device__ inline void for_each_four(size_t C, F f) {  // f(v, c): this lane's v-th four are channels c .. c + 3
+#pragma unroll
+  for (int v = 0; v < NV; v++) {
+    const unsigned c = v * 128 + threadIdx.x % 32 * 4;
+    if (c < C) f(v, c);
+  }
+}
+template <int NV, class T>
+__device__ inline void load_row(Row<NV>& row, const T* p, size_t C) {
+#pragma unroll
+  for (int v = 0; v < NV; v++)
+#pragma unroll
+    for (int k = 0; k < 4; k++) row[v][k] = 0;
+  for_each_four<NV>(C, [&](int v, unsigned c) { load4(row[v], p + c); });
+}
+template <int NV>
+__device__ inline void scale_row(Row<NV>& row, float by) {
+#pragma unroll
+  for (int v = 0; v < NV; v++)
+#pragma unroll
+    for (int k = 0; k < 4; k++) row[v][k] *= by;
+}
+template <int NV>
+__device__ inline void add_row(Row<NV>& row, float times, const Row<NV>& other) {
+#pragma unroll
+  for (int v = 0; v < NV; v++)
+#pragma unroll
+    for (int k = 0; k < 4; k++) row[v][k] = fmaf(times, other[v][k], row[v][k]);
+}
+template <int NV>
+__device__ inline float dot(const Row<NV>& a, const Row<NV>& b) {  // this lane's share
+  float sum = 0;
+#pragma unroll
+  for (int v = 0; v < NV; v++)
+#pragma unroll
+    for (int k = 0; k < 4; k++) sum = fmaf(a[v][k], b[v][k], sum);
+  return sum;
+}
+
+// Calls f with an NV that holds C, as a compile-time constant. 5 and 7 are the presets'.
 constexpr size_t MAX_ROUTE_WIDTH = 2048;
 template <class F>
 void with_vectors(size_t C, F f) {
   if (C % 8 != 0 || C == 0 || C > MAX_ROUTE_WIDTH)
     fatal(EXIT_ERROR, "width %zu: the GPU's depth routes need a multiple of 8, at most %zu", C,
           MAX_ROUTE_WIDTH);
-  if (C <= 256) f(std::integral_constant<int, 1>());
-  else if (C <= 512) f(std::integral_constant<int, 2>());
-  else if (C <= 768) f(std::integral_constant<int, 3>());
-  else if (C <= 1024) f(std::integral_constant<int, 4>());
-  else f(std::integral_constant<int, 8>());
+  if (C <= 128) f(std::integral_constant<int, 1>());
+  else if (C <= 384) f(std::integral_constant<int, 3>());
+  else if (C <= 640) f(std::integral_constant<int, 5>());
+  else if (C <= 896) f(std::integral_constant<int, 7>());
+  else if (C <= 1024) f(std::integral_constant<int, 8>());
+  else f(std::integral_constant<int, 16>());
 }
 constexpr int ROUTE_WARPS = 4, ROUTE_THREADS = 32 * ROUTE_WARPS;
+// Blocks that a multiprocessor must have registers for: what token_blocks counts on, but for the widest rows
+constexpr int route_blocks(int NV) { return NV <= 7 ? TOKEN_BLOCKS : 1; }
+
+// The rows that a warp reads on its walk over tokens bt, bt + step, ...: row_at(bt, 0) .. row_at(bt, count - 1)
+// of each. Its ring in shared memory has place for SLOTS rows: one is being read, the others are on their way.
+template <class floatX> constexpr unsigned SLOTS = 8 / sizeof(floatX);
+constexpr size_t ring_bytes(int NV) { return NV * 128 * 8; }  // of a warp, for either type
+template <class floatX, int NV, class RowAt>
+struct Ring {
+  static constexpr unsigned LOAD = 16 / sizeof(floatX);
+  const RowAt& row_at;
+  floatX* slots;  // (SLOTS, NV * 128), of this warp
+  unsigned BT, C, bt, step, count, n = 0, slot = 0;
+
+  __device__ void send() {  // for the next row
+    if (bt < BT) {
+      const floatX* row = row_at(bt, n);
+#pragma unroll
+      for (unsigned c = threadIdx.x % 32 * LOAD, v = 0; v < NV * 128; v += 32 * LOAD)
+        if (c + v < C) cp_async_16(slots + slot * NV * 128 + c + v, row + c + v);
+      if (++n == count) n = 0, bt += step;
+    }
+    cp_async_commit();  // after the last row too: waiting counts the groups
+    slot = (slot + 1) % SLOTS<floatX>;
+  }
+  __device__ void start() {
+    for (unsigned c = threadIdx.x % 32; c < SLOTS<floatX> * NV * 128; c += 32)
+      if (c % (NV * 128) >= C) slots[c] = from_float<floatX>(0);  // once for all, the end of the rows
+    for (unsigned i = 1; i < SLOTS<floatX>; i++) send();
+  }
+  __device__ void next(Row<NV>& row) {
+    cp_async_wait<SLOTS<floatX> - 2>();
+    __syncwarp();  // all lanes' copies of this row have landed, and all lanes have read the row before
+    send();        // into its slot
+#pragma unroll
+    for (int v = 0; v < NV; v++) load4(row[v], slots + (slot * NV + v) * 128 + threadIdx.x % 32 * 4);
+  }
+};
 
 // w = query * gain, (R,C) float32, once after every update; a null query is one held at zero. Backward, once a
 // micro-batch: dquery += gain * dw, dgain += query * dw. One thread per channel.
@@ -581,94 +666,69 @@ inline void fold_gain_backward(const float* dw,    // (routes,C)
 // rises, what has been gathered shrinks. The last source's 1 / rms is computed here and kept; the others' are
 // known. With `average` the mean of the two mixes is normalised, and there is one x.
 template <class floatX, int NV, int R>
-__global__ void __launch_bounds__(ROUTE_THREADS)
+__global__ void __launch_bounds__(ROUTE_THREADS, route_blocks(NV))
 route_forward_kernel(floatX* x, float* p, Sources<floatX> sources, const float* w, const float* norm,
-                         bool average, size_t BT, size_t C, size_t ldp) {
-  const unsigned lane = threadIdx.x % 32;
-  const size_t bt = blockIdx.x * size_t(ROUTE_WARPS) + threadIdx.x / 32, K = sources.K();
-  if (bt >= BT) return;  // a whole warp leaves; there are no block barriers
-  float h[R][NV][8] = {}, top[R], sum[R] = {};
-  for (int r = 0; r < R; r++) top[r] = -INFINITY;
-  Raw8<floatX> next[NV] = {};  // the next source is on its way while this one is worked on
-  auto fetch = [&](size_t j) {
-    const floatX* s = sources.stream + (sources.slot(j) * BT + bt) * C;
+                     bool average, size_t BT, size_t C, size_t ldp) {
+  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const unsigned K = unsigned(sources.K()), start = blockIdx.x * ROUTE_WARPS + warp,
+                 step = gridDim.x * ROUTE_WARPS;
+  const auto row_at = [&](unsigned bt, unsigned j) { return sources.stream + (sources.slot(j) * BT + bt) * C; };
+  floatX* slots = dynamic_shared<floatX>() + warp * SLOTS<floatX> * NV * 128;
+  Ring<floatX, NV, decltype(row_at)> ring = {row_at, slots, unsigned(BT), unsigned(C), start, step, K};
+  ring.start();
+  Row<NV> query[R];  // times gain
 #pragma unroll
-    for (int v = 0; v < NV; v++)
-      if (v * 256 + lane * 8 < C) next[v] = fetch8(s + v * 256 + lane * 8);
-  };
-  fetch(0);
-  for (size_t j = 0; j < K; j++) {
-    float s[NV][8] = {}, z[R] = {}, squares = 0;
+  for (int r = 0; r < R; r++) load_row(query[r], w + r * C, C);
+  for (unsigned bt = start; bt < BT; bt += step) {
+    Row<NV> h[R] = {}, s;
+    float top[R], sum[R] = {}, rstd = 0;
 #pragma unroll
-    for (int v = 0; v < NV; v++)
-      if (v * 256 + lane * 8 < C) unpack8(s[v], next[v]);
-    if (j + 1 < K) fetch(j + 1);
-#pragma unroll
-    for (int v = 0; v < NV; v++) {
-      const size_t c = v * 256 + lane * 8;
-      if (c >= C) continue;
-#pragma unroll
-      for (int r = 0; r < R; r++) {
-        float wr[8];
-        load8(wr, w + r * C + c);
-#pragma unroll
-        for (int k = 0; k < 8; k++) z[r] = fmaf(wr[k], s[v][k], z[r]);
+    for (int r = 0; r < R; r++) top[r] = -INFINITY;
+    for (unsigned j = 0; j < K; j++) {
+      ring.next(s);
+      if (j % 32 == 0) rstd = j + lane + 1 < K ? sources.rstd[sources.slot(j + lane) * BT + bt] : 0.0f;
+      float rj = __shfl_sync(ALL_LANES, rstd, int(j % 32));
+      if (j + 1 == K) {
+        rj = rsqrtf(warp_sum(dot<NV>(s, s)) / float(C) + EPS);
+        if (lane == 0) sources.rstd[sources.i * BT + bt] = rj;
       }
 #pragma unroll
-      for (int k = 0; k < 8; k++) squares = fmaf(s[v][k], s[v][k], squares);
-    }
-    float* rstd = sources.rstd + sources.slot(j) * BT + bt;
-    float rj;
-    if (j + 1 < K) rj = *rstd;
-    else {
-      rj = rsqrtf(warp_sum(squares) / float(C) + EPS);
-      if (lane == 0) *rstd = rj;
+      for (int r = 0; r < R; r++) {
+        const float zj = rj * warp_sum(dot<NV>(query[r], s));
+        if (zj > top[r]) {
+          const float shrink = expf(top[r] - zj);
+          top[r] = zj, sum[r] *= shrink;
+          scale_row<NV>(h[r], shrink);
+        }
+        const float e = expf(zj - top[r]);
+        sum[r] += e;
+        add_row<NV>(h[r], e, s);
+        // Lane j keeps logit j in the place of p_j, until top and sum are final.
+        if (lane == j % 32) p[(r * BT + bt) * ldp + j] = zj;
+      }
     }
 #pragma unroll
     for (int r = 0; r < R; r++) {
-      const float zj = rj * warp_sum(z[r]), new_top = fmaxf(top[r], zj);
-      const float shrink = expf(top[r] - new_top), e = expf(zj - new_top);
-      top[r] = new_top, sum[r] = fmaf(sum[r], shrink, e);
-#pragma unroll
-      for (int v = 0; v < NV; v++)
-#pragma unroll
-        for (int k = 0; k < 8; k++) h[r][v][k] = fmaf(e, s[v][k], shrink * h[r][v][k]);
-      // Lane j keeps logit j in the place of p_j, until top and sum are final.
-      if (lane == j % 32) p[(r * BT + bt) * ldp + j] = zj;
+      const float scale = 1 / sum[r];
+      scale_row<NV>(h[r], scale);
+      float* weights = p + (r * BT + bt) * ldp;
+      for (unsigned j = lane; j < K; j += 32) weights[j] = expf(weights[j] - top[r]) * scale;
     }
-  }
+    if (average) add_row<NV>(h[0], 1, h[R - 1]), scale_row<NV>(h[0], 0.5f);
+    float scale[R];
 #pragma unroll
-  for (int r = 0; r < R; r++) {
-    const float scale = 1 / sum[r];
+    for (int r = 0; r < R; r++) scale[r] = rsqrtf(warp_sum(dot<NV>(h[r], h[r])) / float(C) + EPS);
+    for_each_four<NV>(C, [&](int v, unsigned c) {
+      float g[4], out[4];
+      load4(g, norm + c);
 #pragma unroll
-    for (int v = 0; v < NV; v++)
+      for (int r = 0; r < R; r++) {
+        if (average && r > 0) break;
 #pragma unroll
-      for (int k = 0; k < 8; k++) h[r][v][k] *= scale;
-    float* weights = p + (r * BT + bt) * ldp;
-    for (size_t j = lane; j < K; j += 32) weights[j] = expf(weights[j] - top[r]) * scale;
-  }
-#pragma unroll
-  for (int r = 0; r < R; r++) {
-    if (average && r > 0) break;
-    float squares = 0;
-#pragma unroll
-    for (int v = 0; v < NV; v++)
-#pragma unroll
-      for (int k = 0; k < 8; k++) {
-        if (average) h[r][v][k] = (h[0][v][k] + h[R - 1][v][k]) / 2;
-        squares = fmaf(h[r][v][k], h[r][v][k], squares);
+        for (int k = 0; k < 4; k++) out[k] = g[k] * (scale[r] * h[r][v][k]);
+        store4(x + (r * BT + bt) * C + c, out);
       }
-    const float rstd = rsqrtf(warp_sum(squares) / float(C) + EPS);
-#pragma unroll
-    for (int v = 0; v < NV; v++) {
-      const size_t c = v * 256 + lane * 8;
-      if (c >= C) continue;
-      float g[8], out[8];
-      load8(g, norm + c);
-#pragma unroll
-      for (int k = 0; k < 8; k++) out[k] = g[k] * (rstd * h[r][v][k]);
-      store8(x + (r * BT + bt) * C + c, out);
-    }
+    });
   }
 }
 template <class floatX>
@@ -681,13 +741,14 @@ void route_forward(floatX* x,                        // (R,BT,C), one if average
   NVTX_RANGE(double(sources.K() + (average ? 1 : R)) * BT * C * sizeof(floatX));
   with_vectors(C, [&](auto NV) {
     constexpr int N = decltype(NV)::value;
-    const unsigned grid = ceil_div(BT, ROUTE_WARPS);
+    const size_t blocks = std::min<size_t>(ceil_div(BT, ROUTE_WARPS), token_blocks());
+    const size_t smem = ROUTE_WARPS * ring_bytes(N);
     if (R == 1)
-      launch(route_forward_kernel<floatX, N, 1>, grid, ROUTE_THREADS, 0, device.stream, x, p, sources, w, norm,
-             false, BT, C, ldp);
+      launch(route_forward_kernel<floatX, N, 1>, unsigned(blocks), ROUTE_THREADS, smem, device.stream, x, p,
+             sources, w, norm, false, BT, C, ldp);
     else
-      launch(route_forward_kernel<floatX, N, 2>, grid, ROUTE_THREADS, 0, device.stream, x, p, sources, w, norm,
-             average, BT, C, ldp);
+      launch(route_forward_kernel<floatX, N, 2>, unsigned(blocks), ROUTE_THREADS, smem, device.stream, x, p,
+             sources, w, norm, average, BT, C, ldp);
   });
 }
 
@@ -698,135 +759,146 @@ void route_forward(floatX* x,                        // (R,BT,C), one if average
 // The earlier sublayers of this block need the gradient of the running partial next, so its share is added now:
 //   ds += p dh + dz r (w - s r z / C)      dw += sum_tokens dz r s
 // The finished sources wait: see route_backward_bank. One read of the sources, as in the forward. Each warp
-// gathers its tokens' shares of dnorm and dw in shared memory, (1 + R, C) floats, its own until the barrier.
-template <class floatX, int NV, int R>
-__global__ void __launch_bounds__(ROUTE_THREADS)
-route_backward_kernel(floatX* dh, floatX* x, float* delta, floatX* dpartial, float* rows,
-                      Sources<floatX> sources, const float* p, const float* w, const float* norm,
-                      bool average, bool first, size_t BT, size_t C, size_t ldp) {
-  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const size_t K = sources.K();
-  float* gathered = dynamic_shared<float>() + size_t(warp) * (1 + R) * C;
-  auto gather = [&](int vector, size_t c, const float(&value)[8]) {
-    float old[8];
-    load8(old, gathered + vector * C + c);
+// gathers its tokens' shares of dnorm and dw in shared memory, (1 + R, C) floats, its own until the end.
+__device__ inline void gather4(float* sum, const float (&value)[4]) {
+  float old[4];
+  load4(old, sum);
 #pragma unroll
-    for (int k = 0; k < 8; k++) old[k] += value[k];
-    store8(gathered + vector * C + c, old);
-  };
-  for (size_t c = size_t(lane) * 8; c < C; c += 256)
-    for (int vector = 0; vector <= R; vector++) store8(gathered + vector * C + c, {0, 0, 0, 0, 0, 0, 0, 0});
-  for (size_t bt = blockIdx.x * size_t(ROUTE_WARPS) + warp; bt < BT; bt += gridDim.x * size_t(ROUTE_WARPS)) {
-    float h[R][NV][8] = {}, s[NV][8] = {}, pj[R] = {};
-    for (size_t j = 0; j < K; j++) {  // ends with the last source in s and its weights in pj
-      const floatX* source = sources.stream + (sources.slot(j) * BT + bt) * C;
-#pragma unroll
-      for (int r = 0; r < R; r++) pj[r] = p[(r * BT + bt) * ldp + j];
-#pragma unroll
-      for (int v = 0; v < NV; v++) {
-        const size_t c = v * 256 + lane * 8;
-        if (c < C) load8(s[v], source + c);
-#pragma unroll
-        for (int r = 0; r < R; r++)
-#pragma unroll
-          for (int k = 0; k < 8; k++) h[r][v][k] = fmaf(pj[r], s[v][k], h[r][v][k]);
-      }
-    }
-    float deltas[R] = {}, dp[R] = {};  // dh . h and dh . s
-#pragma unroll
-    for (int n = 0; n < R; n++) {  // every input of the sublayer
-      if (average && n > 0) break;
-      Raw8<floatX> dx[NV] = {};
-      float squares = 0, mean = 0;
-#pragma unroll
-      for (int v = 0; v < NV; v++) {
-        const size_t c = v * 256 + lane * 8;
-        if (c >= C) continue;
-        float g[8], d[8];
-        dx[v] = fetch8(dh + (n * BT + bt) * C + c);
-        unpack8(d, dx[v]), load8(g, norm + c);
-#pragma unroll
-        for (int k = 0; k < 8; k++) {
-          const float mix = average ? (h[0][v][k] + h[R - 1][v][k]) / 2 : h[n][v][k];
-          squares = fmaf(mix, mix, squares), mean = fmaf(g[k] * d[k], mix, mean);
-        }
-      }
-      const float rstd = rsqrtf(warp_sum(squares) / float(C) + EPS);
-      mean = rstd * warp_sum(mean) / float(C);
-#pragma unroll
-      for (int v = 0; v < NV; v++) {
-        const size_t c = v * 256 + lane * 8;
-        if (c >= C) continue;
-        float g[8], d[8], out[8], dnorm[8];
-        unpack8(d, dx[v]), load8(g, norm + c);
-#pragma unroll
-        for (int k = 0; k < 8; k++) {
-          const float hhat = rstd * (average ? (h[0][v][k] + h[R - 1][v][k]) / 2 : h[n][v][k]);
-          out[k] = g[k] * hhat, dnorm[k] = d[k] * hhat;
-          d[k] = rstd * fmaf(g[k], d[k], -hhat * mean);
-          d[k] = rounded<floatX>(average ? d[k] / 2 : d[k]);  // as route_backward_bank will read it
-        }
-        store8(x + (n * BT + bt) * C + c, out);
-        gather(0, c, dnorm);
-#pragma unroll
-        for (int r = 0; r < R; r++) {
-          if (r != n && !average) continue;
-#pragma unroll
-          for (int k = 0; k < 8; k++) {
-            deltas[r] = fmaf(d[k], h[r][v][k], deltas[r]), dp[r] = fmaf(d[k], s[v][k], dp[r]);
-            h[r][v][k] = d[k];  // from here on h holds dh
-          }
-          store8(dh + (r * BT + bt) * C + c, d);
-        }
-      }
-    }
+  for (int k = 0; k < 4; k++) old[k] += value[k];
+  store4(sum, old);
+}
+
+// The mixes h once more. Ends with the last source in s and its weights in pj.
+template <int NV, int R, class Ring>
+__device__ inline void mix_again(Row<NV> (&h)[R], Row<NV>& s, float (&pj)[R], Ring& ring, const float* p,
+                                 unsigned bt, unsigned K, size_t BT, size_t ldp) {
+  const unsigned lane = threadIdx.x % 32;
+  float weights[R] = {};  // lane j: p_j
+  for (unsigned j = 0; j < K; j++) {
+    ring.next(s);
 #pragma unroll
     for (int r = 0; r < R; r++) {
-      deltas[r] = warp_sum(deltas[r]);
-      if (lane == 0) delta[r * BT + bt] = deltas[r];
-    }
-    if (!dpartial) continue;
-    float z[R] = {}, dzr[R], shrink = 0;
-    const float rj = sources.rstd[sources.i * BT + bt];
-#pragma unroll
-    for (int r = 0; r < R; r++) {
-#pragma unroll
-      for (int v = 0; v < NV; v++) {
-        const size_t c = v * 256 + lane * 8;
-        if (c >= C) continue;
-        float wr[8];
-        load8(wr, w + r * C + c);
-#pragma unroll
-        for (int k = 0; k < 8; k++) z[r] = fmaf(wr[k], s[v][k], z[r]);
-      }
-      z[r] = rj * warp_sum(z[r]);
-      dzr[r] = pj[r] * (warp_sum(dp[r]) - deltas[r]) * rj;
-      shrink = fmaf(dzr[r] * rj, z[r] / float(C), shrink);
-    }
-#pragma unroll
-    for (int v = 0; v < NV; v++) {
-      const size_t c = v * 256 + lane * 8;
-      if (c >= C) continue;
-      float ds[8] = {};
-      if (!first) load8(ds, dpartial + bt * C + c);
-#pragma unroll
-      for (int k = 0; k < 8; k++) ds[k] = fmaf(-shrink, s[v][k], ds[k]);
-#pragma unroll
-      for (int r = 0; r < R; r++) {
-        float wr[8], dw[8];
-        load8(wr, w + r * C + c);
-#pragma unroll
-        for (int k = 0; k < 8; k++) {
-          ds[k] = fmaf(pj[r], h[r][v][k], fmaf(dzr[r], wr[k], ds[k]));
-          dw[k] = dzr[r] * s[v][k];
-        }
-        gather(1 + r, c, dw);
-      }
-      store8(dpartial + bt * C + c, ds);
+      if (j % 32 == 0) weights[r] = j + lane < K ? p[(r * BT + bt) * ldp + j + lane] : 0.0f;
+      pj[r] = __shfl_sync(ALL_LANES, weights[r], int(j % 32));
+      add_row<NV>(h[r], pj[r], s);
     }
   }
+}
+
+// Backward of x = norm * rmsnorm(mix), mix(v, k) being a channel of this lane: d holds dx, becomes share * dmix
+// rounded as route_backward_bank will read it. Writes x, adds to dnorm.
+template <class floatX, int NV, class Mix>
+__device__ inline void mix_norm_backward(Row<NV>& d, floatX* x, float* dnorm, Mix mix, const float* norm,
+                                         float share, size_t C) {
+  float squares = 0, mean = 0;
+  for_each_four<NV>(C, [&](int v, unsigned c) {
+    float g[4];
+    load4(g, norm + c);
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      squares = fmaf(mix(v, k), mix(v, k), squares);
+      mean = fmaf(g[k] * d[v][k], mix(v, k), mean);
+    }
+  });
+  const float rstd = rsqrtf(warp_sum(squares) / float(C) + EPS);
+  mean = rstd * warp_sum(mean) / float(C);
+  for_each_four<NV>(C, [&](int v, unsigned c) {
+    float g[4], out[4], to_dnorm[4];
+    load4(g, norm + c);
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      const float hhat = rstd * mix(v, k);
+      out[k] = g[k] * hhat, to_dnorm[k] = d[v][k] * hhat;
+      d[v][k] = rounded<floatX>(share * rstd * fmaf(g[k], d[v][k], -hhat * mean));
+    }
+    store4(x + c, out);
+    gather4(dnorm + c, to_dnorm);
+  });
+}
+
+// The last source, a running partial: what the routes owe is added to ds, its gradient so far, and to dw.
+template <int NV, int R>
+__device__ inline void partial_backward(Row<NV>& ds, float* dw, const Row<NV>& s, const Row<NV> (&dh)[R],
+                                        const float (&pj)[R], const float (&dp)[R], const float (&delta)[R],
+                                        float rj, const float* w, size_t C) {
+  float z[R] = {}, dzr[R], shrink = 0, query[4];  // times gain
+#pragma unroll
+  for (int r = 0; r < R; r++) {
+    for_each_four<NV>(C, [&](int v, unsigned c) {
+      load4(query, w + r * C + c);
+#pragma unroll
+      for (int k = 0; k < 4; k++) z[r] = fmaf(query[k], s[v][k], z[r]);
+    });
+    z[r] = rj * warp_sum(z[r]);
+    dzr[r] = pj[r] * (dp[r] - delta[r]) * rj;
+    shrink = fmaf(dzr[r] * rj, z[r] / float(C), shrink);
+  }
+  for_each_four<NV>(C, [&](int v, unsigned c) {
+#pragma unroll
+    for (int k = 0; k < 4; k++) ds[v][k] = fmaf(-shrink, s[v][k], ds[v][k]);
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+      float to_dw[4];
+      load4(query, w + r * C + c);
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        ds[v][k] = fmaf(pj[r], dh[r][v][k], fmaf(dzr[r], query[k], ds[v][k]));
+        to_dw[k] = dzr[r] * s[v][k];
+      }
+      gather4(dw + r * C + c, to_dw);
+    }
+  });
+}
+
+template <class floatX, int NV, int R, int INPUTS>
+__global__ void __launch_bounds__(ROUTE_THREADS, route_blocks(NV))
+route_backward_kernel(floatX* dh, floatX* x, float* delta, floatX* dpartial, float* rows,
+                      Sources<floatX> sources, const float* p, const float* w, const float* norm,
+                      bool first, size_t BT, size_t C, size_t ldp) {
+  constexpr bool average = INPUTS < R;
+  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const unsigned K = unsigned(sources.K()), start = blockIdx.x * ROUTE_WARPS + warp,
+                 step = gridDim.x * ROUTE_WARPS;
+  float* all = dynamic_shared<float>();  // (ROUTE_WARPS, 1+R, C): dnorm and dw
+  float* gathered = all + warp * (1 + R) * C;
+  floatX* rings = reinterpret_cast<floatX*>(all + ROUTE_WARPS * (1 + R) * C);
+  const auto row_at = [&](unsigned bt, unsigned n) -> const floatX* {  // sources, dx, the partial's gradient
+    return n < K ? sources.stream + (sources.slot(n) * BT + bt) * C
+         : n < K + INPUTS ? dh + ((n - K) * BT + bt) * C : dpartial + bt * C;
+  };
+  Ring<floatX, NV, decltype(row_at)> ring = {row_at, rings + warp * SLOTS<floatX> * NV * 128, unsigned(BT),
+                                             unsigned(C), start, step, K + INPUTS + (dpartial && !first)};
+  ring.start();
+  for (int vector = 0; vector <= R; vector++)
+    for_each_four<NV>(C, [&](int, unsigned c) { store4(gathered + vector * C + c, {0, 0, 0, 0}); });
+  for (unsigned bt = start; bt < BT; bt += step) {
+    Row<NV> h[R] = {}, s, d;
+    float pj[R], deltas[R] = {}, dp[R] = {};  // dh . h and dh . s
+    mix_again(h, s, pj, ring, p, bt, K, BT, ldp);
+#pragma unroll
+    for (int n = 0; n < INPUTS; n++) {  // of the sublayer
+      ring.next(d);
+      const auto mix = [&](int v, int k) { return average ? (h[0][v][k] + h[R - 1][v][k]) / 2 : h[n][v][k]; };
+      mix_norm_backward<floatX>(d, x + (n * BT + bt) * C, gathered, mix, norm, average ? 0.5f : 1.0f, C);
+#pragma unroll
+      for (int r = 0; r < R; r++) {
+        if (r != n && !average) continue;
+        deltas[r] = warp_sum(dot<NV>(d, h[r])), dp[r] = warp_sum(dot<NV>(d, s));
+        if (lane == 0) delta[r * BT + bt] = deltas[r];
+        for_each_four<NV>(C, [&](int v, unsigned c) {
+          store4(dh + (r * BT + bt) * C + c, d[v]);
+#pragma unroll
+          for (int k = 0; k < 4; k++) h[r][v][k] = d[v][k];  // from here on h holds dh
+        });
+      }
+    }
+    if (!dpartial) continue;
+    if (first) load_row(d, dpartial, 0);  // zeros
+    else ring.next(d);
+    partial_backward(d, gathered + C, s, h, pj, dp, deltas, sources.rstd[sources.i * BT + bt], w, C);
+    for_each_four<NV>(C, [&](int v, unsigned c) { store4(dpartial + bt * C + c, d[v]); });
+  }
   __syncthreads();
-  const float* all = dynamic_shared<float>();
   for (size_t i = threadIdx.x; i < (1 + R) * C; i += ROUTE_THREADS) {
     float sum = 0;
     for (int other = 0; other < ROUTE_WARPS; other++) sum += all[other * ((1 + R) * C) + i];
@@ -851,13 +923,17 @@ void route_backward(
   NVTX_RANGE(double(sources.K() + 2 * inputs + R + partial) * BT * C * sizeof(floatX));
   with_vectors(C, [&](auto NV) {
     constexpr int N = decltype(NV)::value;
-    const size_t smem = ROUTE_WARPS * (1 + R) * C * sizeof(float);
-    if (R == 1)
-      launch(route_backward_kernel<floatX, N, 1>, unsigned(blocks), ROUTE_THREADS, smem, device.stream, dh, x,
-             delta, dpartial, rows, sources, p, w, norm, false, first, BT, C, ldp);
-    else
-      launch(route_backward_kernel<floatX, N, 2>, unsigned(blocks), ROUTE_THREADS, smem, device.stream, dh, x,
-             delta, dpartial, rows, sources, p, w, norm, average, first, BT, C, ldp);
+    const size_t smem = ROUTE_WARPS * ((1 + R) * C * sizeof(float) + ring_bytes(N));
+    auto run = [&](auto R, auto INPUTS) {
+      launch(route_backward_kernel<floatX, N, decltype(R)::value, decltype(INPUTS)::value>, unsigned(blocks),
+             ROUTE_THREADS, smem, device.stream, dh, x, delta, dpartial, rows, sources, p, w, norm, first, BT,
+             C, ldp);
+    };
+    using One = std::integral_constant<int, 1>;
+    using Two = std::integral_constant<int, 2>;
+    if (R == 1) run(One(), One());
+    else if (average) run(Two(), One());
+    else run(Two(), Two());
   });
   add_rows(dnorm, rows, RouteList{1, {0}}, blocks, 1 + R, 0, C);
   if (dpartial) add_rows(dw, rows, routes, blocks, 1 + R, 1, C);
@@ -867,81 +943,107 @@ void route_backward(
 // of the output site too, in the last block) owe to the bank. Sources are read once, gradients updated once.
 //   dz_j = p_j (dh . s_j - delta)      ds_j += sum_routes p_j dh + dz_j r_j (w - s_j r_j z_j / C)
 //   dw += sum over tokens and j of dz_j r_j s_j
-// A block works on one token at a time; a thread owns four channels and keeps dh, w and dw of all routes for
-// them in registers, and s_j in shared memory, where nobody else looks. What has to be summed over channels, dh
-// . s_j and w . s_j, crosses the block in `parts`; the resulting weights come back in `coefficients`.
-template <class floatX, int RMAX, int THREADS>
-__global__ void __launch_bounds__(THREADS)
+// A block works on one token at a time, and there on four sources at once; a thread owns four channels. The
+// sources, their gradients and dw of all routes are in its registers. w, dh, and the next token's dh, which is
+// on its way, lie in shared memory: four sources share a look at them. What has to be summed over channels,
+// dh . s_j and w . s_j, crosses the block in `parts`; the resulting weights come back in `coefficients`.
+constexpr unsigned BANK_THREADS = 512, BANK_WARPS = 16;  // of a block at most; that registers leave room for
+template <class floatX, int RMAX>
+__global__ void __launch_bounds__(BANK_THREADS)
 route_backward_bank_kernel(floatX* dbank, float* rows, const floatX* dh, const float* delta,
                            Sources<floatX> sources, const float* p, const float* w, RouteList routes,
                            bool first, size_t BT, size_t C, size_t ldp) {
-  constexpr int N = RMAX == 12 ? 32 : 2 * RMAX;  // values summed together, padded to a power of two
   const unsigned R = unsigned(routes.count), lane = threadIdx.x % 32, warp = threadIdx.x / 32,
-                 warps = blockDim.x / 32;
-  const size_t K = sources.i / sources.S + 1, c = threadIdx.x * size_t(4);
+                 warps = blockDim.x / 32, K = unsigned(sources.i / sources.S) + 1, c = threadIdx.x * 4;
   const bool live = c < C;
-  float4* coefficients = dynamic_shared<float4>();                               // (K,R): p, dz r, dz r^2 z / C
-  float* parts = reinterpret_cast<float*>(coefficients + K * R);                 // (K,N,warps)
-  float4* kept =
-      reinterpret_cast<float4*>(parts + (K * N * warps + 3) / 4 * 4);  // (K,threads) s_j, four channels each
+  float* query = dynamic_shared<float>();  // (R,C) times gain
+  float* coefficients = query + R * C;     // (R,3,4): p, dz r, dz r^2 z / C, of four sources
+  float* parts = coefficients + R * 12;    // (R,8,warps): dh . s of four sources, w . s of four sources
+  floatX* two_dh = reinterpret_cast<floatX*>(parts + R * 8 * warps);  // (2,R,C): this token's, the next's
   __shared__ int number[RMAX];  // a list that is indexed by a variable should not live in a register
-  float wr[RMAX][4] = {}, dw[RMAX][4] = {};
 #pragma unroll
   for (unsigned r = 0; r < RMAX; r++) {
     if (threadIdx.x == r) number[r] = routes.number[r];
-    if (r < R && live) load4(wr[r], w + size_t(routes.number[r]) * C + c);
+    if (r >= R || !live) continue;
+    float q[4];
+    load4(q, w + size_t(routes.number[r]) * C + c), store4(query + r * C + c, q);
   }
-  for (size_t bt = blockIdx.x; bt < BT; bt += gridDim.x) {
-    float d[RMAX][4] = {};
+  const auto send_for_dh = [&](size_t bt, unsigned buffer) {
+    const unsigned at = threadIdx.x * (16 / sizeof(floatX));
+    for (unsigned r = 0; r < R && at < C; r++)
+      cp_async_16(two_dh + (buffer * R + r) * C + at, dh + (r * BT + bt) * C + at);
+    cp_async_commit();
+  };
+  float dw[RMAX][4] = {};
+  unsigned buffer = 0;
+  send_for_dh(blockIdx.x, buffer);
+  for (size_t bt = blockIdx.x; bt < BT; bt += gridDim.x, buffer ^= 1) {
+    const floatX* dh_here = two_dh + buffer * R * C + c;
+    cp_async_wait<0>();
+    __syncthreads();  // dh is there, and nobody looks at the last token's any more
+    if (bt + gridDim.x < BT) send_for_dh(bt + gridDim.x, buffer ^ 1);
+    for (unsigned j0 = 0; j0 < K; j0 += 4) {
+      float s[4][4] = {}, ds[4][4] = {};
 #pragma unroll
-    for (unsigned r = 0; r < RMAX; r++)
-      if (r < R && live) load4(d[r], dh + (r * BT + bt) * C + c);
-    for (size_t j = 0; j < K; j++) {
-      float s[4] = {}, v[N] = {};
-      if (live) load4(s, sources.stream + (j * sources.S * BT + bt) * C + c);
-      kept[j * blockDim.x + threadIdx.x] = float4{s[0], s[1], s[2], s[3]};
-#pragma unroll
-      for (unsigned r = 0; r < RMAX; r++)
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-          v[2 * r] = fmaf(d[r][k], s[k], v[2 * r]);
-          v[2 * r + 1] = fmaf(wr[r][k], s[k], v[2 * r + 1]);
-        }
-      const float total = warp_sum_each(v, lane);
-      if (lane < N) parts[(j * N + lane) * warps + warp] = total;
-    }
-    __syncthreads();
-    for (size_t i = threadIdx.x; i < K * R; i += blockDim.x) {
-      const size_t j = i / R, r = i % R;
-      float dp = 0, z = 0;
-      for (unsigned other = 0; other < warps; other++) {
-        dp += parts[(j * N + 2 * r) * warps + other];
-        z += parts[(j * N + 2 * r + 1) * warps + other];
+      for (unsigned n = 0; n < 4; n++) {
+        if (!live || j0 + n >= K) continue;
+        load4(s[n], sources.stream + ((j0 + n) * sources.S * BT + bt) * C + c);
+        if (!first) load4(ds[n], dbank + ((j0 + n) * BT + bt) * C + c);
       }
-      const float rj = sources.rstd[j * sources.S * BT + bt], pj = p[(size_t(number[r]) * BT + bt) * ldp + j];
-      const float dzr = pj * (dp - delta[r * BT + bt]) * rj;
-      coefficients[i] = float4{pj, dzr, dzr * rj * (rj * z) / float(C), 0};
-    }
-    __syncthreads();  // and before coefficients are written again, everybody has passed the barrier above
-    for (size_t j = 0; live && j < K; j++) {
-      const float4 raw = kept[j * blockDim.x + threadIdx.x];
-      const float s[4] = {raw.x, raw.y, raw.z, raw.w};
-      floatX* ds_at = dbank + (j * BT + bt) * C + c;
-      float ds[4] = {}, shrink = 0;
-      if (!first) load4(ds, ds_at);
+      const unsigned mine = threadIdx.x / 4, j = j0 + threadIdx.x % 4;  // whose coefficients this thread makes
+      float pj = 0, rj = 0, from = 0;
+      if (mine < R && j < K) {
+        pj = p[(size_t(number[mine]) * BT + bt) * ldp + j], rj = sources.rstd[j * sources.S * BT + bt];
+        from = delta[mine * BT + bt];
+      }
+      for (unsigned r = 0; r < R; r++) {
+        float d[4] = {}, q[4] = {}, v[8] = {};
+        if (live) load4(d, dh_here + r * C), load4(q, query + r * C + c);
+#pragma unroll
+        for (int n = 0; n < 4; n++)
+#pragma unroll
+          for (int k = 0; k < 4; k++) {
+            v[n] = fmaf(d[k], s[n][k], v[n]);
+            v[4 + n] = fmaf(q[k], s[n][k], v[4 + n]);
+          }
+        const float total = warp_sum_each(v, lane);
+        if (lane < 8) parts[(r * 8 + lane) * warps + warp] = total;
+      }
+      __syncthreads();
+      if (mine < R) {
+        const float* part = parts + (mine * 8 + threadIdx.x % 4) * warps;
+        float dp = 0, z = 0;
+        for (unsigned other = 0; other < warps; other++) dp += part[other], z += part[4 * warps + other];
+        const float dzr = pj * (dp - from) * rj;
+        float* to = coefficients + mine * 12 + threadIdx.x % 4;
+        to[0] = pj, to[4] = dzr, to[8] = dzr * rj * (rj * z) / float(C);
+      }
+      __syncthreads();
+      float shrink[4] = {};
 #pragma unroll
       for (unsigned r = 0; r < RMAX; r++) {
-        const float4 by = r < R ? coefficients[j * R + r] : float4{0, 0, 0, 0};
-        shrink += by.z;
+        if (r >= R) continue;
+        float d[4] = {}, q[4] = {}, by_dh[4], by_w[4], by_s[4];
+        if (live) load4(d, dh_here + r * C), load4(q, query + r * C + c);
+        const float* by = coefficients + r * 12;
+        load4(by_dh, by), load4(by_w, by + 4), load4(by_s, by + 8);
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
-          ds[k] = fmaf(by.x, d[r][k], fmaf(by.y, wr[r][k], ds[k]));
-          dw[r][k] = fmaf(by.y, s[k], dw[r][k]);
+        for (int n = 0; n < 4; n++) {
+          shrink[n] += by_s[n];
+#pragma unroll
+          for (int k = 0; k < 4; k++) {
+            ds[n][k] = fmaf(by_dh[n], d[k], fmaf(by_w[n], q[k], ds[n][k]));
+            dw[r][k] = fmaf(by_w[n], s[n][k], dw[r][k]);
+          }
         }
       }
 #pragma unroll
-      for (int k = 0; k < 4; k++) ds[k] = fmaf(-shrink, s[k], ds[k]);
-      store4(ds_at, ds);
+      for (unsigned n = 0; n < 4; n++) {
+        if (!live || j0 + n >= K) continue;
+#pragma unroll
+        for (int k = 0; k < 4; k++) ds[n][k] = fmaf(-shrink[n], s[n][k], ds[n][k]);
+        store4(dbank + ((j0 + n) * BT + bt) * C + c, ds[n]);
+      }
     }
   }
 #pragma unroll
@@ -960,9 +1062,10 @@ void route_backward_bank(
     bool first,
     float* rows,                     // workspace (token_blocks(), MAX_ROUTE_LIST, C)
     size_t BT, size_t C, size_t ldp) {
-  const size_t K = sources.i / sources.S + 1, threads = (C / 4 + 31) / 32 * 32, warps = threads / 32;
-  const size_t group = threads <= 256 ? MAX_ROUTE_LIST : 4;  // registers for that many routes
-  const size_t blocks = std::min(BT, token_blocks()), visits = (routes.size() + group - 1) / group;
+  const size_t K = sources.i / sources.S + 1, warps = std::max<size_t>(2, ceil_div(C, 128));
+  const size_t group = C <= 1024 ? MAX_ROUTE_LIST : 4;  // shared memory for that many routes
+  const size_t visits = (routes.size() + group - 1) / group;
+  const size_t blocks = std::min(BT, token_blocks(std::clamp<size_t>(BANK_WARPS / warps, 1, TOKEN_BLOCKS)));
   NVTX_RANGE(double(K * (3 * visits - first) + routes.size()) * BT * C * sizeof(floatX));
   for (size_t r0 = 0; r0 < routes.size(); r0 += group) {
     RouteList list;
@@ -970,16 +1073,15 @@ void route_backward_bank(
       list.number[list.count] = routes[r0 + list.count];
       list.count++;
     }
-    const size_t values = list.count <= 4 ? 8 : list.count <= 8 ? 16 : 32;
-    const size_t smem = (K * list.count + (K * values * warps + 3) / 4 + K * threads) * sizeof(float4);
-    auto run = [&](auto most, auto bound) {
-      launch(route_backward_bank_kernel<floatX, decltype(most)::value, decltype(bound)::value>,
-             unsigned(blocks), unsigned(threads), smem, device.stream, dbank, rows, dh + r0 * BT * C,
-             delta + r0 * BT, sources, p, w, list, first && r0 == 0, BT, C, ldp);
+    const size_t smem = list.count * ((C + 12 + 8 * warps) * sizeof(float) + 2 * C * sizeof(floatX));
+    auto run = [&](auto most) {
+      launch(route_backward_bank_kernel<floatX, decltype(most)::value>, unsigned(blocks), unsigned(32 * warps),
+             smem, device.stream, dbank, rows, dh + r0 * BT * C, delta + r0 * BT, sources, p, w, list,
+             first && r0 == 0, BT, C, ldp);
     };
-    if (list.count <= 4) run(std::integral_constant<int, 4>(), std::integral_constant<int, 512>());
-    else if (list.count <= 8) run(std::integral_constant<int, 8>(), std::integral_constant<int, 256>());
-    else run(std::integral_constant<int, 12>(), std::integral_constant<int, 256>());
+    if (list.count <= 4) run(std::integral_constant<int, 4>());
+    else if (list.count <= 8) run(std::integral_constant<int, 8>());
+    else run(std::integral_constant<int, 12>());
     add_rows(dw, rows, list, blocks, size_t(list.count), 0, C);
   }
 }

@@ -24,17 +24,16 @@ Report = namedtuple("Report", "registers stack stores loads shared")  # as ptxas
 Launch = namedtuple("Launch", "threads shared")  # of a block; shared: dynamic, bytes
 
 
-def preset_launches(L, C, S):
+def preset_launches(C, S):
     """What one preset launches in bf16 with heads of 64, by name of the instantiation; see the launchers."""
-    bf16, vectors, sources = "__nv_bfloat16", -(-C // 256), -(-2 * L // S)
-    threads = (C // 4 + 31) // 32 * 32
+    bf16, vectors = "__nv_bfloat16", {576: 5, 832: 7}[C]
+    warps = -(-C // 128)  # of a block that visits the bank
     routes = S + S // 2 + 1  # of the last block, the output site's among them: the most that wait
     most = 4 if routes <= 4 else 8 if routes <= 8 else 12
-    sums = sources * (32 if most == 12 else 2 * most) * threads // 32  # floats that cross the block
     tile = 64 * (64 + 8) * 2  # bytes of 64 rows of a head
     launches = {
-        "route_backward_bank_kernel<%s, %d, %d>" % (bf16, most, 512 if most == 4 else 256):
-            Launch(threads, 16 * (sources * routes + -(-sums // 4) + sources * threads)),
+        "route_backward_bank_kernel<%s, %d>" % (bf16, most):
+            Launch(32 * warps, routes * (4 * C + 4 * (12 + 8 * warps) + 2 * 2 * C)),
         "rmsnorm_forward_kernel<%s>" % bf16: Launch(128, 0),
         "rmsnorm_backward_kernel<%s>" % bf16: Launch(128, 4 * C * 4),
         "attention_forward_kernel<64, 2>": Launch(128, 6 * tile),
@@ -51,13 +50,14 @@ def preset_launches(L, C, S):
         "adamw_kernel<%s>" % bf16: Launch(256, 0),
     }
     for routes_read in (1, 2):
-        arguments = "<%s, %d, %d>" % (bf16, vectors, routes_read)
-        launches["route_forward_kernel" + arguments] = Launch(128, 0)
-        launches["route_backward_kernel" + arguments] = Launch(128, 4 * (1 + routes_read) * C * 4)
+        ring = vectors * 128 * 8  # bytes of a warp's rows on their way
+        launches["route_forward_kernel<%s, %d, %d>" % (bf16, vectors, routes_read)] = Launch(128, 4 * ring)
+        launches["route_backward_kernel<%s, %d, %d, %d>" % (bf16, vectors, routes_read, routes_read)] = \
+            Launch(128, 4 * ((1 + routes_read) * C * 4 + ring))
     return launches
 
 
-PRESETS = {"s": preset_launches(16, 576, 4), "m": preset_launches(24, 832, 6)}
+PRESETS = {"s": preset_launches(576, 4), "m": preset_launches(832, 6)}
 
 
 def demangle(names):

@@ -221,9 +221,56 @@ inline void both_routes(const Read& a) {
          a.p, a.s, a.rstd, a.w, a.norm, a.BT, a.C, a.K, false);
 }
 
-// Rung 5: the trainer's. A warp reads a token: eight channels a lane and 16 bytes a load, and sums over
-// channels are shuffles. No barrier holds up anybody, so while one source is worked on the next one is already
-// on its way.
+// Rung 5: a warp a token, a lane four channels of every 128, and sums over channels are shuffles. No barrier
+// holds up anybody, and while one source is worked on the next one is on its way to registers. These and both
+// mixes leave no room for w. So it is asked for again with every source, four times a source's bytes: the first
+// cache has it, but must hand it out.
+template <int NV>
+__global__ void warp_a_token_kernel(bf16* x, float* p, const bf16* s, float* rstd, const float* w,
+                                    const float* norm, size_t BT, size_t C, size_t K) {
+  const unsigned lane = threadIdx.x % 32;
+  const size_t bt = blockIdx.x * size_t(blockDim.x / 32) + threadIdx.x / 32;
+  if (bt >= BT) return;
+  gpu::Row<NV> h[R] = {}, v, next, other;  // other: a row of w, then the norm
+  float top[R], sum[R] = {};
+  for (size_t r = 0; r < R; r++) top[r] = -INFINITY;
+  gpu::load_row(next, s + bt * C, C);
+  for (size_t j = 0; j < K; j++) {
+    for (int i = 0; i < NV * 4; i++) v[i / 4][i % 4] = next[i / 4][i % 4];
+    if (j + 1 < K) gpu::load_row(next, s + ((j + 1) * BT + bt) * C, C);
+    const float rj = j + 1 < K ? rstd[j * BT + bt]
+                               : rsqrtf(gpu::warp_sum(gpu::dot<NV>(v, v)) / float(C) + gpu::EPS);
+    if (j + 1 == K && lane == 0) rstd[j * BT + bt] = rj;
+    for (size_t r = 0; r < R; r++) {
+      gpu::load_row(other, w + r * C, C);
+      const float z = rj * gpu::warp_sum(gpu::dot<NV>(other, v)), new_top = fmaxf(top[r], z);
+      const float shrink = expf(top[r] - new_top), e = expf(z - new_top);
+      top[r] = new_top, sum[r] = sum[r] * shrink + e;
+      gpu::scale_row<NV>(h[r], shrink), gpu::add_row<NV>(h[r], e, v);
+      if (lane == j % 32) p[(r * BT + bt) * K + j] = z;
+    }
+  }
+  gpu::load_row(other, norm, C);
+  for (size_t r = 0; r < R; r++) {
+    for (size_t j = lane; j < K; j += 32)
+      p[(r * BT + bt) * K + j] = expf(p[(r * BT + bt) * K + j] - top[r]) / sum[r];
+    gpu::scale_row<NV>(h[r], 1 / sum[r]);
+    const float scale = rsqrtf(gpu::warp_sum(gpu::dot<NV>(h[r], h[r])) / float(C) + gpu::EPS);
+    gpu::for_each_four<NV>(C, [&](int i, unsigned c) {
+      for (int k = 0; k < 4; k++) h[r][i][k] *= scale * other[i][k];
+      gpu::store4(x + (r * BT + bt) * C + c, h[r][i]);
+    });
+  }
+}
+inline void warp_a_token(const Read& a) {
+  gpu::with_vectors(a.C, [&](auto NV) {
+    launch(warp_a_token_kernel<decltype(NV)::value>, gpu::ceil_div(a.BT, 4), 128, 0, gpu::device.stream, a.x,
+           a.p, a.s, a.rstd, a.w, a.norm, a.BT, a.C, a.K);
+  });
+}
+
+// Rung 6: the trainer's. A warp walks from token to token, so w is read once a walk and stays in registers. The
+// room for it comes from a ring in shared memory: what is on its way, now three sources, takes no registers.
 inline void trainers(const Read& a) {
   const gpu::Sources<bf16> sources = {a.s, a.rstd, 1, a.K - 1};  // blocks of one sublayer: every slot is read
   gpu::route_forward<bf16>(a.x, a.p, sources, a.w, a.norm, false, a.BT, a.C, a.K, R);
@@ -269,7 +316,9 @@ inline void shape(size_t BT, size_t C, size_t K, bool timed) {
          [&] { online(a); }},
         {"both routes in one read", BYTES(BTC * (2 * K + R * 2) + 4 * BTK * (1 + R) + 4 * C * (R + 1)),
          [&] { both_routes(a); }},
-        {"the trainer's: a warp a token, 16-byte loads",
+        {"a warp a token, no barriers", BYTES(BTC * (2 * K + R * 2) + 4 * BTK * (1 + R) + 4 * C * (R + 1)),
+         [&] { warp_a_token(a); }},
+        {"the trainer's: w in registers, sources through a ring",
          BYTES(BTC * (2 * K + R * 2) + 4 * BTK * (1 + R) + 4 * C * (R + 1)), [&] { trainers(a); }}}},
       timed);
 }
