@@ -566,7 +566,7 @@ __device__ inline void add_row(Row<NV>& row, float times, const Row<NV>& other) 
     for (int k = 0; k < 4; k++) row[v][k] = fmaf(times, other[v][k], row[v][k]);
 }
 template <int NV>
-__device__ inline float dot(const Row<NV>& a, const Row<NV>& b) {  // this lane's share
+__device__ inline float row_dot(const Row<NV>& a, const Row<NV>& b) {  // this lane's share
   float sum = 0;
 #pragma unroll
   for (int v = 0; v < NV; v++)
@@ -689,12 +689,12 @@ route_forward_kernel(floatX* x, float* p, Sources<floatX> sources, const float* 
       if (j % 32 == 0) rstd = j + lane + 1 < K ? sources.rstd[sources.slot(j + lane) * BT + bt] : 0.0f;
       float rj = __shfl_sync(ALL_LANES, rstd, int(j % 32));
       if (j + 1 == K) {
-        rj = rsqrtf(warp_sum(dot<NV>(s, s)) / float(C) + EPS);
+        rj = rsqrtf(warp_sum(row_dot<NV>(s, s)) / float(C) + EPS);
         if (lane == 0) sources.rstd[sources.i * BT + bt] = rj;
       }
 #pragma unroll
       for (int r = 0; r < R; r++) {
-        const float zj = rj * warp_sum(dot<NV>(query[r], s));
+        const float zj = rj * warp_sum(row_dot<NV>(query[r], s));
         if (zj > top[r]) {
           const float shrink = expf(top[r] - zj);
           top[r] = zj, sum[r] *= shrink;
@@ -717,7 +717,7 @@ route_forward_kernel(floatX* x, float* p, Sources<floatX> sources, const float* 
     if (average) add_row<NV>(h[0], 1, h[R - 1]), scale_row<NV>(h[0], 0.5f);
     float scale[R];
 #pragma unroll
-    for (int r = 0; r < R; r++) scale[r] = rsqrtf(warp_sum(dot<NV>(h[r], h[r])) / float(C) + EPS);
+    for (int r = 0; r < R; r++) scale[r] = rsqrtf(warp_sum(row_dot<NV>(h[r], h[r])) / float(C) + EPS);
     for_each_four<NV>(C, [&](int v, unsigned c) {
       float g[4], out[4];
       load4(g, norm + c);
@@ -883,7 +883,7 @@ route_backward_kernel(floatX* dh, floatX* x, float* delta, floatX* dpartial, flo
 #pragma unroll
       for (int r = 0; r < R; r++) {
         if (r != n && !average) continue;
-        deltas[r] = warp_sum(dot<NV>(d, h[r])), dp[r] = warp_sum(dot<NV>(d, s));
+        deltas[r] = warp_sum(row_dot<NV>(d, h[r])), dp[r] = warp_sum(row_dot<NV>(d, s));
         if (lane == 0) delta[r * BT + bt] = deltas[r];
         for_each_four<NV>(C, [&](int v, unsigned c) {
           store4(dh + (r * BT + bt) * C + c, d[v]);
@@ -954,31 +954,34 @@ route_backward_bank_kernel(floatX* dbank, float* rows, const floatX* dh, const f
                            Sources<floatX> sources, const float* p, const float* w, RouteList routes,
                            bool first, size_t BT, size_t C, size_t ldp) {
   const unsigned R = unsigned(routes.count), lane = threadIdx.x % 32, warp = threadIdx.x / 32,
-                 warps = blockDim.x / 32, K = unsigned(sources.i / sources.S) + 1, c = threadIdx.x * 4;
+                 warps = blockDim.x / 32, K = unsigned(sources.i / sources.S) + 1, c = threadIdx.x * 4,
+                 width = blockDim.x * 4;  // C and what the last warp has beyond it, where rows are zero
   const bool live = c < C;
-  float* query = dynamic_shared<float>();  // (R,C) times gain
-  float* coefficients = query + R * C;     // (R,3,4): p, dz r, dz r^2 z / C, of four sources
-  float* parts = coefficients + R * 12;    // (R,8,warps): dh . s of four sources, w . s of four sources
-  floatX* two_dh = reinterpret_cast<floatX*>(parts + R * 8 * warps);  // (2,R,C): this token's, the next's
+  float* query = dynamic_shared<float>();   // (R,width) times gain
+  float* coefficients = query + R * width;  // (R,3,4): p, dz r, dz r^2 z / C, of four sources
+  float* parts = coefficients + R * 12;     // (R,8,warps): dh . s of four sources, w . s of four sources
+  floatX* two_dh = reinterpret_cast<floatX*>(parts + R * 8 * warps);  // (2,R,width): this token's, the next's
   __shared__ int number[RMAX];  // a list that is indexed by a variable should not live in a register
 #pragma unroll
   for (unsigned r = 0; r < RMAX; r++) {
     if (threadIdx.x == r) number[r] = routes.number[r];
-    if (r >= R || !live) continue;
-    float q[4];
-    load4(q, w + size_t(routes.number[r]) * C + c), store4(query + r * C + c, q);
+    if (r >= R) continue;
+    float q[4] = {};
+    if (live) load4(q, w + size_t(routes.number[r]) * C + c);
+    else store4(two_dh + r * width + c, q), store4(two_dh + (R + r) * width + c, q);
+    store4(query + r * width + c, q);
   }
   const auto send_for_dh = [&](size_t bt, unsigned buffer) {
     const unsigned at = threadIdx.x * (16 / sizeof(floatX));
     for (unsigned r = 0; r < R && at < C; r++)
-      cp_async_16(two_dh + (buffer * R + r) * C + at, dh + (r * BT + bt) * C + at);
+      cp_async_16(two_dh + (buffer * R + r) * width + at, dh + (r * BT + bt) * C + at);
     cp_async_commit();
   };
   float dw[RMAX][4] = {};
   unsigned buffer = 0;
   send_for_dh(blockIdx.x, buffer);
   for (size_t bt = blockIdx.x; bt < BT; bt += gridDim.x, buffer ^= 1) {
-    const floatX* dh_here = two_dh + buffer * R * C + c;
+    const floatX* dh_here = two_dh + buffer * R * width + c;
     cp_async_wait<0>();
     __syncthreads();  // dh is there, and nobody looks at the last token's any more
     if (bt + gridDim.x < BT) send_for_dh(bt + gridDim.x, buffer ^ 1);
@@ -997,8 +1000,8 @@ route_backward_bank_kernel(floatX* dbank, float* rows, const floatX* dh, const f
         from = delta[mine * BT + bt];
       }
       for (unsigned r = 0; r < R; r++) {
-        float d[4] = {}, q[4] = {}, v[8] = {};
-        if (live) load4(d, dh_here + r * C), load4(q, query + r * C + c);
+        float d[4], q[4], v[8] = {};
+        load4(d, dh_here + r * width), load4(q, query + r * width + c);
 #pragma unroll
         for (int n = 0; n < 4; n++)
 #pragma unroll
@@ -1023,8 +1026,8 @@ route_backward_bank_kernel(floatX* dbank, float* rows, const floatX* dh, const f
 #pragma unroll
       for (unsigned r = 0; r < RMAX; r++) {
         if (r >= R) continue;
-        float d[4] = {}, q[4] = {}, by_dh[4], by_w[4], by_s[4];
-        if (live) load4(d, dh_here + r * C), load4(q, query + r * C + c);
+        float d[4], q[4], by_dh[4], by_w[4], by_s[4];
+        load4(d, dh_here + r * width), load4(q, query + r * width + c);
         const float* by = coefficients + r * 12;
         load4(by_dh, by), load4(by_w, by + 4), load4(by_s, by + 8);
 #pragma unroll
@@ -1062,7 +1065,8 @@ void route_backward_bank(
     bool first,
     float* rows,                     // workspace (token_blocks(), MAX_ROUTE_LIST, C)
     size_t BT, size_t C, size_t ldp) {
-  const size_t K = sources.i / sources.S + 1, warps = std::max<size_t>(2, ceil_div(C, 128));
+  const size_t K = sources.i / sources.S + 1;
+  const size_t warps = std::max<size_t>(2, ceil_div(C, 128));  // 4 channels a thread; 4 threads a route
   const size_t group = C <= 1024 ? MAX_ROUTE_LIST : 4;  // shared memory for that many routes
   const size_t visits = (routes.size() + group - 1) / group;
   const size_t blocks = std::min(BT, token_blocks(std::clamp<size_t>(BANK_WARPS / warps, 1, TOKEN_BLOCKS)));
@@ -1073,7 +1077,8 @@ void route_backward_bank(
       list.number[list.count] = routes[r0 + list.count];
       list.count++;
     }
-    const size_t smem = list.count * ((C + 12 + 8 * warps) * sizeof(float) + 2 * C * sizeof(floatX));
+    const size_t width = 128 * warps;
+    const size_t smem = list.count * ((width + 12 + 8 * warps) * sizeof(float) + 2 * width * sizeof(floatX));
     auto run = [&](auto most) {
       launch(route_backward_bank_kernel<floatX, decltype(most)::value>, unsigned(blocks), unsigned(32 * warps),
              smem, device.stream, dbank, rows, dh + r0 * BT * C, delta + r0 * BT, sources, p, w, list,

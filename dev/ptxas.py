@@ -28,12 +28,13 @@ def preset_launches(C, S):
     """What one preset launches in bf16 with heads of 64, by name of the instantiation; see the launchers."""
     bf16, vectors = "__nv_bfloat16", {576: 5, 832: 7}[C]
     warps = -(-C // 128)  # of a block that visits the bank
+    width = 128 * warps
     routes = S + S // 2 + 1  # of the last block, the output site's among them: the most that wait
     most = 4 if routes <= 4 else 8 if routes <= 8 else 12
     tile = 64 * (64 + 8) * 2  # bytes of 64 rows of a head
     launches = {
         "route_backward_bank_kernel<%s, %d>" % (bf16, most):
-            Launch(32 * warps, routes * (4 * C + 4 * (12 + 8 * warps) + 2 * 2 * C)),
+            Launch(32 * warps, routes * (4 * (width + 12 + 8 * warps) + 2 * 2 * width)),
         "rmsnorm_forward_kernel<%s>" % bf16: Launch(128, 0),
         "rmsnorm_backward_kernel<%s>" % bf16: Launch(128, 4 * C * 4),
         "attention_forward_kernel<64, 2>": Launch(128, 6 * tile),

@@ -562,7 +562,7 @@ void test_stated_bytes() {
   SKIP("only the emulator's race build counts bytes");
 }
 #else
-constexpr double ALLOWED = 1.1, ASKED = 2;
+constexpr double ALLOWED = 1.1;
 
 struct Moved { double forward, backward, bank; };  // bytes that kernels moved, that their functions state, ..
 struct Traffic { Moved moved, stated, asked; };    // .. and that warps asked for
@@ -638,18 +638,18 @@ Moved test_blocks(const Config& c, size_t first, size_t end) {
                      (high.bank - low.bank) / unit};
   const struct {
     const char* name;
-    double got, want, stated, asked;
+    double got, want, stated, asked, may_ask;
   } rows[] = {
       {"forward", got.forward, forward / sublayers, (high_stated.forward - low_stated.forward) / unit,
-       (high_asked.forward - low_asked.forward) / unit},
+       (high_asked.forward - low_asked.forward) / unit, 1.5},
       {"backward", got.backward, backward / sublayers, (high_stated.backward - low_stated.backward) / unit,
-       (high_asked.backward - low_asked.backward) / unit},
+       (high_asked.backward - low_asked.backward) / unit, 2},
       {"bank", got.bank, bank / sublayers, (high_stated.bank - low_stated.bank) / unit,
-       (high_asked.bank - low_asked.bank) / unit}};
+       (high_asked.bank - low_asked.bank) / unit, 1.2}};
   for (const auto& row : rows) {
     printf("       %-10s %6.3f units of C a token and sublayer, must be %6.3f, ratio %.3f; asked %.2f\n",
            row.name, row.got, row.want, row.got / row.want, row.asked / row.want);
-    CHECK(row.asked <= ASKED * row.want);
+    CHECK(row.asked <= row.may_ask * row.want);
     CHECK(row.got <= ALLOWED * row.want);
     CHECK(row.got >= 0.99 * row.want);  // less would mean that the counting is broken
     CHECK_CLOSE(row.stated, row.want, 1e-9);
@@ -680,7 +680,7 @@ void test_network(Arch arch, double forward, double backward_if_kept) {
   }
   CHECK_CLOSE(kept / 32, backward_if_kept, 1e-9);
   CHECK(got.backward + got.bank <= ALLOWED * (kept + again) / 32);
-  // Making the mixes again is the forward's reading once more, and nothing else comes on top of the two tables.
+  // Making the mixes again is the forward's reading once more; next to nothing comes on top of the two tables.
   CHECK(got.backward + got.bank <= ALLOWED * (backward_if_kept + forward));
 }
 

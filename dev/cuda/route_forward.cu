@@ -239,11 +239,11 @@ __global__ void warp_a_token_kernel(bf16* x, float* p, const bf16* s, float* rst
     for (int i = 0; i < NV * 4; i++) v[i / 4][i % 4] = next[i / 4][i % 4];
     if (j + 1 < K) gpu::load_row(next, s + ((j + 1) * BT + bt) * C, C);
     const float rj = j + 1 < K ? rstd[j * BT + bt]
-                               : rsqrtf(gpu::warp_sum(gpu::dot<NV>(v, v)) / float(C) + gpu::EPS);
+                               : rsqrtf(gpu::warp_sum(gpu::row_dot<NV>(v, v)) / float(C) + gpu::EPS);
     if (j + 1 == K && lane == 0) rstd[j * BT + bt] = rj;
     for (size_t r = 0; r < R; r++) {
       gpu::load_row(other, w + r * C, C);
-      const float z = rj * gpu::warp_sum(gpu::dot<NV>(other, v)), new_top = fmaxf(top[r], z);
+      const float z = rj * gpu::warp_sum(gpu::row_dot<NV>(other, v)), new_top = fmaxf(top[r], z);
       const float shrink = expf(top[r] - new_top), e = expf(z - new_top);
       top[r] = new_top, sum[r] = sum[r] * shrink + e;
       gpu::scale_row<NV>(h[r], shrink), gpu::add_row<NV>(h[r], e, v);
@@ -255,7 +255,7 @@ __global__ void warp_a_token_kernel(bf16* x, float* p, const bf16* s, float* rst
     for (size_t j = lane; j < K; j += 32)
       p[(r * BT + bt) * K + j] = expf(p[(r * BT + bt) * K + j] - top[r]) / sum[r];
     gpu::scale_row<NV>(h[r], 1 / sum[r]);
-    const float scale = rsqrtf(gpu::warp_sum(gpu::dot<NV>(h[r], h[r])) / float(C) + gpu::EPS);
+    const float scale = rsqrtf(gpu::warp_sum(gpu::row_dot<NV>(h[r], h[r])) / float(C) + gpu::EPS);
     gpu::for_each_four<NV>(C, [&](int i, unsigned c) {
       for (int k = 0; k < 4; k++) h[r][i][k] *= scale * other[i][k];
       gpu::store4(x + (r * BT + bt) * C + c, h[r][i]);
