@@ -311,27 +311,20 @@ __device__ inline unsigned pack_bf16(float lo, float hi) {
   return *reinterpret_cast<const unsigned*>(&pair);
 }
 
-// Eight neighbouring numbers as they lie in memory, moved 16 bytes at a time, from addresses that 16 divides.
-template <class floatX> struct Raw8;
-template <> struct Raw8<bf16> { uint4 bits; };
-template <> struct Raw8<float> { float4 lo, hi; };
-__device__ inline Raw8<bf16> fetch8(const bf16* p) { return {*reinterpret_cast<const uint4*>(p)}; }
-__device__ inline Raw8<float> fetch8(const float* p) {
-  return {*reinterpret_cast<const float4*>(p), *reinterpret_cast<const float4*>(p + 4)};
-}
-__device__ inline void unpack8(float (&v)[8], const Raw8<bf16>& raw) {
-  const unsigned bits[4] = {raw.bits.x, raw.bits.y, raw.bits.z, raw.bits.w};
+// Eight or four neighbouring numbers, moved 16 bytes at a time (four bf16: 8), from addresses that this divides.
+__device__ inline void load8(float (&v)[8], const bf16* p) {
+  const uint4 raw = *reinterpret_cast<const uint4*>(p);
+  const unsigned bits[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
   for (int k = 0; k < 8; k += 2) {  // a bf16 is the upper half of a float
     v[k] = __uint_as_float(bits[k / 2] << 16);
     v[k + 1] = __uint_as_float(bits[k / 2] & 0xFFFF0000u);
   }
 }
-__device__ inline void unpack8(float (&v)[8], const Raw8<float>& raw) {
-  v[0] = raw.lo.x, v[1] = raw.lo.y, v[2] = raw.lo.z, v[3] = raw.lo.w;
-  v[4] = raw.hi.x, v[5] = raw.hi.y, v[6] = raw.hi.z, v[7] = raw.hi.w;
+__device__ inline void load8(float (&v)[8], const float* p) {
+  const float4 lo = reinterpret_cast<const float4*>(p)[0], hi = reinterpret_cast<const float4*>(p)[1];
+  v[0] = lo.x, v[1] = lo.y, v[2] = lo.z, v[3] = lo.w, v[4] = hi.x, v[5] = hi.y, v[6] = hi.z, v[7] = hi.w;
 }
-template <class floatX> __device__ inline void load8(float (&v)[8], const floatX* p) { unpack8(v, fetch8(p)); }
 __device__ inline void store8(bf16* p, const float (&v)[8]) {
   *reinterpret_cast<uint4*>(p) =
       uint4{pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7])};
