@@ -169,9 +169,9 @@ tidy_cuda:
 
 # The same CUDA tests on a real card.
 GPU_TESTS := $(BUILD)/test_cuda_layers_gpu $(BUILD)/test_cuda_model_gpu
-test_gpu: all $(GPU_TESTS) $(BUILD)/test_run train_rdattnres
+test_gpu: all $(GPU_TESTS) $(BUILD)/test_run $(BUILD)/test_crash train_rdattnres
 	@nvidia-smi -L || { echo "no GPU: these tests need one; make test runs them through the emulator"; exit 1; }
-	@CUDA_TRAINER=./train_rdattnres bash tests/run.sh $(GPU_TESTS) tests/test_cuda_run.sh
+	@CUDA_TRAINER=./train_rdattnres bash tests/run.sh $(GPU_TESTS) tests/test_cuda_run.sh tests/test_cuda_crash.sh
 
 # Every rung of every kernel ladder, checked and timed on a real card: a table, and a JSON line each in bench_gpu.jsonl.
 bench_gpu: need_nvcc

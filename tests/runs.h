@@ -41,17 +41,17 @@ inline Result shell(const std::string& command) {
   return result;
 }
 
-// A run of the small model, or of what `flags` ("--name value ...") makes of it: the trainer takes a flag once.
 // Odd sizes on purpose: no dimension is a multiple of a tile. 2 x 37 tokens a batch, two batches a step.
+inline std::string small_model =
+    "--layers 3 --width 48 --heads 3 --ffn 40 --block-size 4 --context 37 --vocab 131 --batch 2"
+    " --total-batch 148 --val-tokens 400";
+
+// A run of the small model, or of what `flags` ("--name value ...") makes of it: the trainer takes a flag once.
 inline std::string command(const std::string& out, const std::string& flags) {
   std::map<std::string, std::string> values;
-  std::istringstream words(
-      "--layers 3 --width 48 --heads 3 --ffn 40 --block-size 4 --context 37 --vocab 131 --batch 2 "
-      "--total-batch 148"
-      " --lr 0.01 --query-lr-mult 10 --val-tokens 400 --val-every 0 --sample-tokens 0 --checkpoint-every 0 "
-      "--keep 0"
-      " --train '" +
-      folder + "/train_*.bin' --val '" + folder + "/val_*.bin' --out " + folder + "/" + out + " " + flags);
+  std::istringstream words(small_model + " --lr 0.01 --query-lr-mult 10 --val-every 0 --sample-tokens 0" +
+                           " --checkpoint-every 0 --keep 0 --train '" + folder + "/train_*.bin' --val '" +
+                           folder + "/val_*.bin' --out " + folder + "/" + out + " " + flags);
   std::string name, word;
   while (words >> word) {
     if (word.compare(0, 2, "--") == 0) values[name = word] = "";

@@ -1,7 +1,8 @@
 // test_crash.cpp - whole runs that are killed, stopped twice, or lose their disk: the previous checkpoint
 // always loads, going on from it gives the bits of a run that was left alone, and nothing fails in silence.
 //
-// CRASH_KILLS=50 in the environment: so many kills instead of 10.
+// Argument: the trainer, if it is not ./train_rdattnres_cpu but a CUDA trainer; see test_cuda_crash.sh.
+// CRASH_KILLS=50 in the environment: so many kills instead of 10, or of 6 of a CUDA trainer.
 #include <chrono>
 #include <csignal>
 
@@ -26,6 +27,11 @@ static std::vector<size_t> whole_checkpoints(const std::string& out) {
   }
   return steps;
 }
+static size_t newest_checkpoint(const std::string& out) {  // its step; 0: there is none
+  if (!is_folder(folder + "/" + out)) return 0;
+  const std::vector<size_t> steps = list_checkpoints(folder + "/" + out);
+  return steps.empty() ? 0 : steps.back();
+}
 static bool half_written(const std::string& out) {
   if (!is_folder(folder + "/" + out)) return false;
   for (const auto& entry : std::filesystem::directory_iterator(folder + "/" + out))
@@ -40,10 +46,23 @@ static void check_ok(const Result& result) {
   if (!CHECK_EQ(result.status, 0)) printf("%s\n", result.text.c_str());
 }
 
+static double seconds_now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// How long the trainer takes here: from its start to its first step, and a step. A kill is aimed by them.
+static double start_seconds, step_seconds;
+
 // The run that everything is compared with.
 static void reference(size_t steps) {
   TEST("the run that is left alone");
+  const double before = seconds_now();
   check_ok(train("whole", format("--steps %zu --checkpoint-every 3", steps)));
+  const double all = seconds_now() - before;
+  const std::vector<std::string> in_steps = log_field("whole", "done", "seconds");
+  if (!CHECK_EQ(in_steps.size(), 1u)) return;
+  step_seconds = std::stod(in_steps[0]) / double(steps), start_seconds = all - std::stod(in_steps[0]);
+  printf("  starts in %.3f s, %.4f s a step\n", start_seconds, step_seconds);
 }
 
 // ---- kill -9 ---------------------------------------------------------------------------------------------
@@ -51,26 +70,35 @@ static void reference(size_t steps) {
 static void killed(size_t steps, size_t kills) {
   TEST(format("kill -9 at %zu random moments, a checkpoint every step, --keep 1: the same bits at the end",
               kills));
-  size_t during_writing = 0, newest = 0, lives = 0;
+  size_t during_writing = 0, newest = 0, lives = 0, restarts = 0;
   const std::string file = folder + "/killed.txt";
-  for (; lives < kills; lives++) {
+  // So many lives, and more until one of them has ended while it wrote.
+  for (; lives < kills || (during_writing == 0 && lives < 10 * kills); lives++) {
     // A run that has no checkpoint yet starts anew; one that has must be able to go on.
     const std::string line =
         newest == 0 ? command("killed", format("--steps %zu", steps) + EVERY_STEP) : resume("killed");
     Process run(line, file);
-    // Kill it while it starts and reads its checkpoint, or as soon as a checkpoint is being written, or at any
-    // moment of the three steps after the first.
+    // Kill it at any moment of some steps after its second, or while it starts and reads its checkpoint, or as
+    // soon as a checkpoint is being written.
+    enum { TRAINS, STARTS, WRITES };
     const size_t moment = lives % 3;
     const auto waiting = [&] {
-      if (moment == 1) return !half_written("killed");
-      return moment == 2 && access(checkpoint_of("killed", newest + 1).c_str(), F_OK) != 0;
+      if (moment == WRITES) return !half_written("killed");
+      return moment == TRAINS && newest_checkpoint("killed") < newest + 2;
     };
     while (run.running() && waiting()) continue;
-    if (moment != 1) usleep(useconds_t(philox(7, STREAM_TEST, lives).x[0] % (moment == 0 ? 30000 : 12000)));
+    const double most = moment == STARTS ? start_seconds : 4 * step_seconds;
+    const double seconds = most * uniform(7, STREAM_TEST, lives);
+    if (moment != WRITES) usleep(useconds_t(1e6 * seconds));
     run.signal(SIGKILL);
-    if (run.wait() != 128 + SIGKILL) {  // it came to its end before
+    const int status = run.wait();
+    if (status == 0 && restarts++ < 5) {  // the kill came late, the run was at its end: another begins
+      std::filesystem::remove_all(folder + "/killed");
+      newest = 0;
+      continue;
+    }
+    if (!CHECK_EQ(status, 128 + SIGKILL)) {
       printf("%s\n", read_file(file).c_str());
-      CHECK(!"the run ended by itself: it needs more steps");
       return;
     }
     const std::vector<size_t> left = whole_checkpoints("killed");
@@ -143,7 +171,7 @@ static void disk_full(size_t steps) {
 static void folder_lost(size_t steps) {
   TEST("a folder that vanishes during the run: the next checkpoint ends it with a message");
   Process run(command("lost", "--steps 100000" + EVERY_STEP), folder + "/lost.txt");
-  while (run.running() && access(checkpoint_of("lost", 3).c_str(), F_OK) != 0) usleep(500);
+  while (run.running() && newest_checkpoint("lost") < 3) usleep(500);
   std::filesystem::rename(folder + "/lost", folder + "/moved");
   CHECK_EQ(run.wait(), 1);
   const std::string text = read_file(folder + "/lost.txt");
@@ -172,7 +200,7 @@ static void folder_lost(size_t steps) {
 static void second_run() {
   TEST("a second run in the folder of a running one is refused; the first goes on undisturbed");
   Process first(command("shared", "--steps 1000000" + EVERY_STEP), folder + "/shared.txt");
-  while (first.running() && access(checkpoint_of("shared", 1).c_str(), F_OK) != 0) usleep(500);
+  while (first.running() && newest_checkpoint("shared") < 1) usleep(500);
   for (const std::string& second : {command("shared", "--steps 60"), resume("shared")}) {
     const Result refused = shell(second);
     CHECK_EQ(refused.status, 1);
@@ -190,7 +218,7 @@ static void second_run() {
 
 static void second_signal() {
   TEST("a second Ctrl-C ends the run at once, in the middle of a step, with status 130; the folder is whole");
-  // One step of 2,000 batches: it lasts long enough for both signals to fall into it.
+  // One step of 148,000 tokens: it lasts long enough for both signals to fall into it.
   check_ok(train("twice", "--steps 1" + EVERY_STEP));
   Process run(resume("twice") + " --steps 3 --total-batch 148000", folder + "/twice.txt");
   while (run.running() && log_field("twice", "config", "parameters").size() < 2) usleep(500);
@@ -198,20 +226,26 @@ static void second_signal() {
   run.signal(SIGINT);
   usleep(20000);
   CHECK(run.running());
-  const auto before = std::chrono::steady_clock::now();
+  const double before = seconds_now();
   run.signal(SIGINT);
   CHECK_EQ(run.wait(), 130);
-  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - before).count();
+  const double seconds = seconds_now() - before;
   printf("  ended %.4f s after the second signal\n", seconds);
   CHECK(seconds < 2);  // the step would take longer
   CHECK(whole_checkpoints("twice") == std::vector<size_t>{1});
   CHECK(!half_written("twice"));
 }
 
-int main() {
-  const size_t kills = getenv("CRASH_KILLS") ? size_t(atoll(getenv("CRASH_KILLS"))) : 10;
+int main(int argc, char** argv) {
+  if (argc > 1) TRAINER = argv[1];
+  // Through the emulator a step of the model of runs.h takes a second; one of this, a twentieth.
+  if (!on_cpu())
+    small_model = "--layers 2 --width 16 --heads 1 --ffn 16 --context 8 --vocab 131 --batch 1 --total-batch 16"
+                  " --val-tokens 16";
+  const char* wanted = getenv("CRASH_KILLS");
+  const size_t kills = wanted ? size_t(atoll(wanted)) : on_cpu() ? 10 : 6;
   write_shards();
-  const size_t steps = 60 + 10 * kills;
+  const size_t steps = on_cpu() ? 60 + 10 * kills : 12 + 4 * kills;
   reference(steps);
   killed(steps, kills);
   disk_full(steps);
