@@ -2685,36 +2685,55 @@ void model_zero_grad(Model<floatX>& m) {
   zero(m.grads.wte, m.num_elements);
 }
 
-// Names the first tensor and layer of a family that holds a number that is not finite, or "" if all are.
+// Rows of n numbers, a distance of ld apart, of which the first `used` count.
+template <class T>
+bool all_finite(const T* values, size_t rows, size_t ld, size_t used) {
+  std::vector<T> copy(rows * ld);
+  download(copy.data(), values, copy.size());
+  for (size_t i = 0; i < copy.size(); i++)
+    if (i % ld < used && !std::isfinite(float(copy[i]))) return false;
+  return true;
+}
+
+// Names a tensor and layer of a family that holds a number that is not finite: of several the one nearest to
+// the output, where a bad gradient begins before it spreads to all that comes below. "" if all are finite.
 inline std::string find_non_finite(const Config& c, Tensors<float>& family) {
-  for (const TensorSpec& t : tensor_table(c)) {
-    std::vector<float> values(t.size());
-    download(values.data(), family.tensor(t.id), values.size());
-    for (size_t i = 0; i < values.size(); i++)
-      if (!std::isfinite(values[i]))
-        return t.per_layer ? format("%s, layer %zu", t.name, i / (t.size() / c.L)) : t.name;
-  }
+  std::vector<TensorSpec> table = tensor_table(c);  // in the order of the network
+  std::reverse(table.begin(), table.end());
+  for (size_t depth = c.L + 2; depth-- > 0;)  // L + 1: the output; l + 1: layer l; 0: the embedding
+    for (const TensorSpec& t : table) {
+      const bool layer = depth > 0 && depth <= c.L;
+      if (t.per_layer != layer || (!layer && (t.id == TENSOR_wte) != (depth == 0))) continue;
+      const size_t n = layer ? t.size() / c.L : t.size();
+      if (n > 0 && !all_finite(family.tensor(t.id) + (layer ? (depth - 1) * n : 0), 1, n, n))
+        return layer ? format("%s, layer %zu", t.name, depth - 1) : t.name;
+    }
   return "";
 }
 
-// Where numbers stopped being finite, for the message that ends the run: a parameter, else the first output of
-// the last forward, else a gradient.
+// Where numbers stopped being finite, for the message that ends the run, after model_loss_and_gradients of one
+// micro-batch from gradients of zero: what comes first in the order of a step. "" if all are finite.
 template <class floatX>
 std::string blame_non_finite(Model<floatX>& m, size_t BT) {
   const Config& c = m.config;
+  const Activations<floatX>& a = m.acts;
+  const auto sublayer = [](size_t i) {
+    return format("%s, layer %zu", i % 2 ? "feed-forward" : "attention", i / 2);
+  };
   const std::string parameter = find_non_finite(c, m.params);
   if (!parameter.empty()) return "parameter " + parameter;
-  std::vector<floatX> slot(BT * c.C);
-  for (size_t n = 0; n <= c.sublayers(); n++) {
-    download(slot.data(), m.acts.stream + n * BT * c.C, slot.size());
-    for (floatX value : slot)
-      if (!std::isfinite(float(value))) {
-        if (n == 0) return "the embedding";
-        return format("the output of the %s, layer %zu", n % 2 ? "attention" : "feed-forward", (n - 1) / 2);
-      }
+  for (size_t i = 0; i <= c.sublayers(); i++) {
+    const Site<floatX> site = site_at(m, i, BT);
+    if (!all_finite(a.stream + i * BT * c.C, BT, c.C, c.C))
+      return i == 0 ? "the embedding" : "the output of the " + sublayer(i - 1);
+    if (!all_finite(site.p, site.R * BT, c.max_sources(), c.num_sources(i)))
+      return i == c.sublayers() ? "the output route" : "a route of the " + sublayer(i);
   }
+  read_sources(m, site_at(m, c.sublayers(), BT), BT);
+  if (!all_finite(a.x, BT, c.C, c.C)) return "what the head reads";
+  if (!all_finite(a.losses, 1, BT, BT)) return "the logits";
   const std::string gradient = find_non_finite(c, m.grads);
-  return gradient.empty() ? "the norm itself, which overflowed" : "gradient of " + gradient;
+  return gradient.empty() ? "" : "gradient of " + gradient;
 }
 
 // ---- checkpoint ----------------------------------------------------------------------------------------
@@ -2864,20 +2883,29 @@ StepResult train_step(Model<floatX>& m, const TokenData& data, const Options& o,
   const auto finish = [&](size_t micro) {
     result.loss += finish_micro_batch(m.in_flight[micro % 2], B * T) / double(accumulation);
   };
-  model_zero_grad(m);
-  for (size_t micro = 0; micro < accumulation; micro++) {
-    if (micro >= 2) finish(micro - 2);  // its memory is needed again
+  const auto start = [&](size_t micro) {
     InFlight& batch = m.in_flight[micro % 2];
     for (size_t b = 0; b < B; b++)
       training_example(data, T, o.seed, position + micro * B + b, batch.tokens + b * T, batch.targets + b * T);
     start_micro_batch(m, batch, B, T, accumulation);
+  };
+  model_zero_grad(m);
+  for (size_t micro = 0; micro < accumulation; micro++) {
+    if (micro >= 2) finish(micro - 2);  // its memory is needed again
+    start(micro);
   }
   result.norm = grad_norm(m);
   for (size_t micro = std::max<size_t>(accumulation, 2) - 2; micro < accumulation; micro++) finish(micro);
   if (!std::isfinite(result.loss) || !std::isfinite(result.norm)) {
+    std::string where;  // every micro-batch once more, alone, until one shows it
+    for (size_t micro = 0; micro < accumulation && where.empty(); micro++) {
+      model_zero_grad(m), start(micro);
+      where = blame_non_finite(m, B * T);
+    }
+    if (where.empty()) where = "the sum of gradients or its norm, which overflowed";
     fatal(EXIT_ERROR, "step %zu: loss %g, gradient norm %g, first bad number in %s; expected finite numbers."
           " No update was made; resume from the last checkpoint, with a lower --lr", step, result.loss,
-          result.norm, blame_non_finite(m, B * T).c_str());
+          result.norm, where.c_str());
   }
   const double scale = o.clip > 0 && result.norm > o.clip ? o.clip / result.norm : 1;
   model_update(m, step, scale, lr, o.weight_decay, o.query_lr_mult);

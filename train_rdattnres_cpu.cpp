@@ -1112,32 +1112,48 @@ void model_update(Model& m, size_t step, double grad_scale, double lr, double we
 
 void model_zero_grad(Model& m) { memset(m.grads.wte, 0, m.num_elements * sizeof(real)); }
 
-// Names the first tensor and layer of a family that holds a number that is not finite, or "" if all are.
+bool all_finite(const real* values, size_t n) {
+  return std::all_of(values, values + n, [](real value) { return std::isfinite(value); });
+}
+
+// Names a tensor and layer of a family that holds a number that is not finite: of several the one nearest to
+// the output, where a bad gradient begins before it spreads to all that comes below. "" if all are finite.
 std::string find_non_finite(const Config& c, Tensors<real>& family) {
-  for (const TensorSpec& t : tensor_table(c)) {
-    const real* values = family.tensor(t.id);
-    for (size_t i = 0; i < t.size(); i++)
-      if (!std::isfinite(values[i]))
-        return t.per_layer ? format("%s, layer %zu", t.name, i / (t.size() / c.L)) : t.name;
-  }
+  std::vector<TensorSpec> table = tensor_table(c);  // in the order of the network
+  std::reverse(table.begin(), table.end());
+  for (size_t depth = c.L + 2; depth-- > 0;)  // L + 1: the output; l + 1: layer l; 0: the embedding
+    for (const TensorSpec& t : table) {
+      const bool layer = depth > 0 && depth <= c.L;
+      if (t.per_layer != layer || (!layer && (t.id == TENSOR_wte) != (depth == 0))) continue;
+      const size_t n = layer ? t.size() / c.L : t.size();
+      if (!all_finite(family.tensor(t.id) + (layer ? (depth - 1) * n : 0), n))
+        return layer ? format("%s, layer %zu", t.name, depth - 1) : t.name;
+    }
   return "";
 }
 
-// Where numbers stopped being finite, for the message that ends the run: a parameter, else the first output of
-// the last forward, else a gradient.
+// Where numbers stopped being finite, for the message that ends the run, after model_loss_and_gradients of one
+// micro-batch from gradients of zero: what comes first in the order of a step. "" if all are finite.
 std::string blame_non_finite(Model& m, size_t BT) {
   const Config& c = m.config;
+  const Activations& a = m.acts;
+  const auto sublayer = [](size_t i) {
+    return format("%s, layer %zu", i % 2 ? "feed-forward" : "attention", i / 2);
+  };
   const std::string parameter = find_non_finite(c, m.params);
   if (!parameter.empty()) return "parameter " + parameter;
-  for (size_t slot = 0; slot <= c.sublayers(); slot++)
-    for (size_t i = 0; i < BT * c.C; i++)
-      if (!std::isfinite(m.acts.stream[slot * BT * c.C + i])) {
-        if (slot == 0) return "the embedding";
-        const char* sublayer = slot % 2 ? "attention" : "feed-forward";
-        return format("the output of the %s, layer %zu", sublayer, (slot - 1) / 2);
-      }
+  for (size_t i = 0; i <= c.sublayers(); i++) {
+    const Site site = site_at(m, i, BT);
+    if (!all_finite(a.stream + i * BT * c.C, BT * c.C))
+      return i == 0 ? "the embedding" : "the output of the " + sublayer(i - 1);
+    if (!all_finite(site.p, site.R * BT * site.K))
+      return i == c.sublayers() ? "the output route" : "a route of the " + sublayer(i);
+  }
+  read_sources(m, site_at(m, c.sublayers(), BT), BT, Weights::given);
+  if (!all_finite(a.x, BT * c.C)) return "what the head reads";
+  if (!all_finite(a.losses, BT)) return "the logits";
   const std::string gradient = find_non_finite(c, m.grads);
-  return gradient.empty() ? "the norm itself, which overflowed" : "gradient of " + gradient;
+  return gradient.empty() ? "" : "gradient of " + gradient;
 }
 
 // ---- checkpoint ----------------------------------------------------------------------------------------
@@ -1267,18 +1283,25 @@ StepResult train_step(Model& m, const TokenData& data, const Options& o, size_t 
   const size_t B = m.B, T = m.T, accumulation = o.total_batch / (B * T);
   std::vector<int> tokens(B * T), targets(B * T);
   StepResult result = {0, 0};
-  model_zero_grad(m);
-  for (size_t micro = 0; micro < accumulation; micro++) {
+  const auto micro_batch = [&](size_t micro) {
     for (size_t b = 0; b < B; b++)
       training_example(data, T, o.seed, position + micro * B + b, &tokens[b * T], &targets[b * T]);
-    result.loss +=
-        model_loss_and_gradients(m, tokens.data(), targets.data(), B, T, accumulation) / double(accumulation);
-  }
+    return model_loss_and_gradients(m, tokens.data(), targets.data(), B, T, accumulation);
+  };
+  model_zero_grad(m);
+  for (size_t micro = 0; micro < accumulation; micro++)
+    result.loss += micro_batch(micro) / double(accumulation);
   result.norm = grad_norm(m);
   if (!std::isfinite(result.loss) || !std::isfinite(result.norm)) {
+    std::string where;  // every micro-batch once more, alone, until one shows it
+    for (size_t micro = 0; micro < accumulation && where.empty(); micro++) {
+      model_zero_grad(m), micro_batch(micro);
+      where = blame_non_finite(m, B * T);
+    }
+    if (where.empty()) where = "the sum of gradients or its norm, which overflowed";
     fatal(EXIT_ERROR, "step %zu: loss %g, gradient norm %g, first bad number in %s; expected finite numbers."
           " No update was made; resume from the last checkpoint, with a lower --lr", step, result.loss,
-          result.norm, blame_non_finite(m, B * T).c_str());
+          result.norm, where.c_str());
   }
   const double scale = o.clip > 0 && result.norm > o.clip ? o.clip / result.norm : 1;
   model_update(m, step, scale, lr, o.weight_decay, o.query_lr_mult);

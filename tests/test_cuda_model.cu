@@ -592,6 +592,57 @@ void test_out_of_memory() {
 #endif
 }
 
+template <class floatX> void test_blame(Arch arch) {
+  TEST(format("%s: a number that is not finite is traced to where a step made it first, %s", ARCH_NAMES[int(arch)],
+              type_name<floatX>()));
+  const Config c = small_config(arch, 2);
+  const size_t L = c.L;
+  const Batch data = batch(9, B);
+  gpu::Model<floatX> m;
+  gpu::model_create(m, c, B, T, 12);
+  // One of a tensor's L parts, or all of it (layer L), becomes `value`.
+  const auto fill = [&](Tensors<float>& family, const char* name, size_t layer, float value) {
+    for (const TensorSpec& t : tensor_table(c)) {
+      if (strcmp(t.name, name) != 0) continue;
+      const std::vector<float> values(layer < L ? t.size() / L : t.size(), value);
+      gpu::upload(family.tensor(t.id) + (layer < L ? layer * values.size() : 0), values.data(), values.size());
+    }
+  };
+  struct Fill { const char* name; size_t layer; float value; };
+  const auto blame = [&](const std::vector<Fill>& fills) {
+    randomise(m);
+    for (const Fill& f : fills) fill(m.params, f.name, f.layer, f.value);
+    gpu::model_refresh(m);
+    gpu::model_zero_grad(m);
+    gpu::model_loss_and_gradients(m, data.tokens.data(), data.targets.data(), B, T);
+    return gpu::blame_non_finite(m, B * T);
+  };
+  CHECK_EQ(blame({}), "");
+  CHECK_EQ(blame({{"wv", 1, NAN}}), "parameter wv, layer 1");
+  // From here on every parameter is finite.
+  CHECK_EQ(blame({{"w_down", 1, 3e38f}}), "the output of the feed-forward, layer 1");
+  CHECK_EQ(blame({{"wo", 2, 3e38f}}), "the output of the attention, layer 2");
+  CHECK_EQ(blame({{"final_norm", L, 3e38f}}), "what the head reads");
+  // Nothing comes out of the feed-forward, since silu(0) = 0; but a gradient goes in.
+  CHECK_EQ(blame({{"w_gate", 1, 0}, {"w_up", 1, 1e30f}, {"w_down", 1, 1e30f}}), "gradient of w_gate, layer 1");
+  if (c.has_routes()) {
+    CHECK_EQ(blame({{"out_route", L, 3e38f}, {"out_route_gain", L, 10}}), "the output route");
+    CHECK_EQ(blame({{"mlp_route", 2, 3e38f}, {"mlp_route_gain", 2, 10}}), "a route of the feed-forward, layer 2");
+    CHECK_EQ(blame({{"attn_route_qk", 1, 3e38f}, {"attn_route_gain", 1, 10}}), "a route of the attention, layer 1");
+    CHECK_EQ(blame({{"out_route", L, 0}, {"out_route_gain", L, 3e38f}, {"final_norm", L, 1e6f}}),
+             "gradient of out_route");
+  }
+  CHECK_EQ(blame({}), "");
+  // From the embedding up: of several bad gradients that nearest to the output is named.
+  for (const Fill& f : {Fill{"wte", L, NAN}, Fill{"w_down", 0, INFINITY}, Fill{"attn_norm", 2, -INFINITY},
+                        Fill{"mlp_norm", 2, NAN}, Fill{"final_norm", L, NAN}}) {
+    fill(m.grads, f.name, f.layer, f.value);
+    CHECK_EQ(gpu::blame_non_finite(m, B * T),
+             std::string("gradient of ") + f.name + (f.layer < L ? format(", layer %zu", f.layer) : ""));
+  }
+  gpu::model_free(m);
+}
+
 template <class floatX> void test_all() {
   test_gradients<floatX>(Arch::rd, 4);  // the last block is half a block
   if (!BRIEF) {
@@ -602,6 +653,7 @@ template <class floatX> void test_all() {
     test_same_bits<floatX>();
     test_zero_queries<floatX>();
     test_training<floatX>(Arch::residual);
+    for (Arch arch : {Arch::rd, Arch::residual}) test_blame<floatX>(arch);
   }
   test_validation<floatX>();
   test_training<floatX>(Arch::rd);

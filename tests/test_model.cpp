@@ -1155,33 +1155,77 @@ void test_find_non_finite() {
           }
         }
     }
+    for (const TensorSpec& t : tensor_table(c))  // from the embedding up: each is nearer to the output
+      for (size_t l = 0; t.present && !t.per_layer && l < 1; l++) {
+        m.grads.tensor(t.id)[0] = NAN;
+        CHECK_EQ(Float::find_non_finite(c, m.grads), std::string(t.name));
+        if (t.id != TENSOR_wte) continue;
+        for (size_t layer = 0; layer < c.L; layer++)
+          for (const TensorSpec& in_layer : tensor_table(c)) {
+            if (!in_layer.present || !in_layer.per_layer) continue;
+            m.grads.tensor(in_layer.id)[layer * (in_layer.size() / c.L)] = NAN;
+            CHECK_EQ(Float::find_non_finite(c, m.grads), format("%s, layer %zu", in_layer.name, layer));
+          }
+      }
     Float::free(m);
   }
 }
 
 void test_blame() {
-  TEST("a number that is not finite is traced to a parameter, an output or a gradient");
-  const Config c = small_config(Arch::rd, 3, 2);
-  const size_t B = 2, BT = B * c.T;
-  const Batch batch(c, B, 44);
-  auto m = make_model<Float>(c, B, random_params(c, 45));
-  auto blame = [&] {
-    Float::zero_grad(m);
-    Float::loss_and_gradients(m, batch.tokens.data(), batch.targets.data(), B, c.T, 1);
-    return Float::blame_non_finite(m, BT);
-  };
-  CHECK_EQ(blame(), std::string("the norm itself, which overflowed"));
-  m.grads.mlp_norm[2 * c.C] = NAN;
-  CHECK_EQ(Float::blame_non_finite(m, BT), std::string("gradient of mlp_norm, layer 2"));
-  m.params.wv[c.C * c.C] = NAN;
-  CHECK_EQ(blame(), std::string("parameter wv, layer 1"));
-  m.params.wv[c.C * c.C] = 0;
-  for (size_t i = 0; i < c.C * c.F; i++) m.params.w_down[c.C * c.F + i] = 3e38f;  // finite; products overflow
-  CHECK_EQ(blame(), std::string("the output of the feed-forward, layer 1"));
-  set_params(m, random_params(c, 45));
-  for (size_t i = 0; i < c.C * c.C; i++) m.params.wo[2 * c.C * c.C + i] = 3e38f;
-  CHECK_EQ(blame(), std::string("the output of the attention, layer 2"));
-  Float::free(m);
+  TEST("a number that is not finite is traced to where a step made it first");
+  const size_t B = 2;
+  for (Arch arch : ARCHS) {
+    const Config c = small_config(arch, 3, 2);
+    const size_t BT = B * c.T, L = c.L;
+    const Batch batch(c, B, 44);
+    auto m = make_model<Float>(c, B, random_params(c, 45));
+    // `name` is that of a tensor, `layer` one of its L parts, or L for all of it.
+    const auto fill = [&](const char* name, size_t layer, float value) {
+      for (const TensorSpec& t : tensor_table(c)) {
+        if (strcmp(t.name, name) != 0 || !t.present) continue;
+        const size_t n = layer < L ? t.size() / L : t.size();
+        std::fill_n(m.params.tensor(t.id) + (layer < L ? layer * n : 0), n, value);
+      }
+    };
+    const auto blame = [&] {
+      Float::zero_grad(m);
+      Float::loss_and_gradients(m, batch.tokens.data(), batch.targets.data(), B, c.T, 1);
+      const std::string where = Float::blame_non_finite(m, BT);
+      set_params(m, random_params(c, 45));
+      return where;
+    };
+    CHECK_EQ(blame(), "");
+    m.params.wv[c.C * c.C] = NAN;
+    CHECK_EQ(blame(), "parameter wv, layer 1");
+    // From here on every parameter is finite.
+    fill("w_down", 1, 3e38f);
+    CHECK_EQ(blame(), "the output of the feed-forward, layer 1");
+    fill("wo", 2, 3e38f);
+    CHECK_EQ(blame(), "the output of the attention, layer 2");
+    fill("final_norm", L, 3e38f);
+    CHECK_EQ(blame(), "what the head reads");
+    size_t unseen = 0;  // a token that is read nowhere
+    while (std::count(batch.tokens.begin(), batch.tokens.end(), int(unseen)) > 0) unseen++;
+    fill("final_norm", L, 1e30f), std::fill_n(m.params.wte + unseen * c.C, c.C, 1e20f);
+    CHECK_EQ(blame(), "the logits");
+    // Nothing comes out of the feed-forward, since silu(0) = 0; but a gradient goes in.
+    fill("w_gate", 1, 0), fill("w_up", 1, 1e30f), fill("w_down", 1, 1e30f);
+    CHECK_EQ(blame(), "gradient of w_gate, layer 1");
+    if (c.has_routes()) {
+      fill("out_route", L, 3e38f), fill("out_route_gain", L, 10);
+      CHECK_EQ(blame(), "the output route");
+      fill("mlp_route", 2, 3e38f), fill("mlp_route_gain", 2, 10);
+      CHECK_EQ(blame(), "a route of the feed-forward, layer 2");
+      fill("attn_route_qk", 1, 3e38f), fill("attn_route_gain", 1, 10);
+      CHECK_EQ(blame(), "a route of the attention, layer 1");
+      fill("out_route", L, 0), fill("out_route_gain", L, 3e38f), fill("final_norm", L, 1e6f);
+      CHECK_EQ(blame(), "gradient of out_route");
+    }
+    CHECK_EQ(blame(), "");
+    m.grads.mlp_norm[2 * c.C] = NAN;
+    CHECK_EQ(Float::blame_non_finite(m, BT), "gradient of mlp_norm, layer 2");
+    Float::free(m);
+  }
 }
 
 // ---- sizes -------------------------------------------------------------------------------------------
