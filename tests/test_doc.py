@@ -3,7 +3,8 @@
 
 The Python of dev/doc/rdattnres.md runs block by block, in order, in one process: each block is a case. Pages
 name tests, files, flags and headings that exist. The two trainers have the same sections and the same functions
-in the same order, so that two windows side by side scroll together.
+in the same order, so that two windows side by side scroll together. What is made from the sources, or quotes
+them, is up to date.
 """
 import pathlib
 import re
@@ -71,10 +72,12 @@ if __name__ == "__main__":
             for one, other in zip(shared, [name for name in gpu if name in cpu]):
                 assert one == other, f"where the CPU trainer has {one}, the CUDA trainer has {other}"
         assert len(shared) > 50
-    for name, script in (("depth_memory.svg is what depth_memory.py draws", "depth_memory.py"),
-                         ("symbols.md: every link points at the line it names", "symbols.py")):
+    for name, script, flag in (
+            ("depth_memory.svg is what depth_memory.py draws", "dev/doc/depth_memory.py", "--check"),
+            ("symbols.md: every link points at the line it names", "dev/doc/symbols.py", "--check"),
+            ("mutants.txt: every fault's text is in its file, its tests exist", "dev/mutate.py", "--list")):
         with case(name):
-            command = [sys.executable, str(DOC.with_name(script)), "--check"]
-            result = subprocess.run(command, capture_output=True, text=True)
-            assert result.returncode == 0, result.stderr.strip()
+            result = subprocess.run([sys.executable, ROOT / script, flag], capture_output=True, text=True)
+            errors = [line for line in result.stdout.split("\n") if line.startswith("error: ")]
+            assert result.returncode == 0, "\n".join(errors + [result.stderr.strip()])
     finish()
