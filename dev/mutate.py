@@ -30,6 +30,8 @@ BARRIER = r"__sync(threads|warp)\(\);"
 
 # What a test runs besides itself.
 PROGRAMS = {"run": ["train_rdattnres_cpu"], "crash": ["train_rdattnres_cpu"],
+            "cuda_run": ["build/train_emulated", "build/test_run", "train_rdattnres_cpu"],
+            "cuda_crash": ["build/train_emulated", "build/test_crash"],
             "data_tools": ["data/text_to_shards"]}
 
 # line: where it stands in mutants.txt. A fault changes a text of the file, or leaves out the barrier `without`.
@@ -81,7 +83,7 @@ class Tree:
 
     def build(self, test):
         """None, or what the compiler said."""
-        targets = PROGRAMS.get(test, []) + ([] if is_script(test) else ["build/test_" + test])
+        targets = PROGRAMS.get(test, []) + ([] if script_of(test) else ["build/test_" + test])
         result = subprocess.run(["make", "-s", "CXXFLAGS=" + self.flags] + targets, cwd=self.folder,
                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True)
         return None if result.returncode == 0 else result.stdout
@@ -90,7 +92,7 @@ class Tree:
         """Stops at the first failure. Returns ("passed" or why not, seconds)."""
         start = time.time()
         environment = dict(os.environ, OMP_WAIT_POLICY="passive", EMU_WITHOUT=os.path.basename(without))
-        command = [sys.executable, source_of_test(test)] if is_script(test) else ["build/test_" + test]
+        command = script_of(test) or ["build/test_" + test]
         process = subprocess.Popen(command, cwd=self.folder, env=environment,
                                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True,
                                    errors="replace", start_new_session=True)
@@ -125,13 +127,18 @@ class Tree:
             pass
 
 
-def is_script(test):
-    return os.path.exists(os.path.join(ROOT, "tests", "test_%s.py" % test))
+def script_of(test):
+    """The command of a test that is a script; None of one that is compiled."""
+    for interpreter, ending in ((sys.executable, "py"), ("bash", "sh")):
+        script = "tests/test_%s.%s" % (test, ending)
+        if os.path.exists(os.path.join(ROOT, script)):
+            return [interpreter, script]
+    return None
 
 
 def source_of_test(test):
-    if is_script(test):
-        return "tests/test_%s.py" % test
+    if script_of(test):
+        return script_of(test)[1]
     stem, _, build = test.rpartition("_")
     if build in ("fast", "race") or (build == "asan" and stem.startswith(("cuda", "emulator"))):
         return "tests/test_%s.cu" % stem  # CUDA code in one of the emulator's builds

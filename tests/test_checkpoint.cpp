@@ -3,8 +3,12 @@
 #include <csignal>
 #include <limits>
 
+#include <fcntl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#endif
 
 #include "dev/common/checkpoint.h"
 #include "dev/common/random.h"
@@ -64,6 +68,23 @@ static bool holds(const Checkpoint& checkpoint, const std::vector<Tensor>& tenso
   }
   return true;
 }
+
+// ---- what the disk is asked to do ------------------------------------------------------------------------
+
+// Only a power cut shows what was not flushed, so this program's own fsync and rename keep a list.
+static std::string asked;
+#ifdef __linux__
+extern "C" int fsync(int fd) {
+  struct stat info = {};
+  fstat(fd, &info);
+  asked += S_ISDIR(info.st_mode) ? "flush the folder, " : format("flush %zu bytes, ", size_t(info.st_size));
+  return int(syscall(SYS_fsync, fd));
+}
+extern "C" int rename(const char* from, const char* to) noexcept {
+  asked += "rename, ";
+  return renameat(AT_FDCWD, from, AT_FDCWD, to);
+}
+#endif
 
 // ---- tests ---------------------------------------------------------------------------------------------
 
@@ -289,6 +310,16 @@ static void test_writing(const Scratch& folder) {
   CHECK(holds(Checkpoint::open(path), fresh));
   CHECK_EQ(file_list(), "w.safetensors ");
   write_tensors(path, old, {});
+
+  TEST("a file is on the disk, all of it, before it has its name; its name is, before the write returns");
+#ifdef __linux__
+  asked.clear();
+  write_tensors(path, old, {});
+  const size_t bytes = std::filesystem::file_size(path);
+  CHECK_EQ(asked, format("flush %zu bytes, rename, flush the folder, ", bytes));
+#else
+  SKIP("fsync and rename are watched on Linux only");
+#endif
 
   TEST("disk full on the way (a limit on the file's size): refused, the old file whole, no leftovers");
   CHECK(refuses(in_child([&] {

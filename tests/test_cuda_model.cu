@@ -593,8 +593,8 @@ void test_out_of_memory() {
 }
 
 template <class floatX> void test_blame(Arch arch) {
-  TEST(format("%s: a number that is not finite is traced to where a step made it first, %s", ARCH_NAMES[int(arch)],
-              type_name<floatX>()));
+  TEST(format("a number that is not finite is traced to where a step made it first: %s, %s",
+              ARCH_NAMES[int(arch)], type_name<floatX>()));
   const Config c = small_config(arch, 2);
   const size_t L = c.L;
   const Batch data = batch(9, B);
@@ -627,8 +627,10 @@ template <class floatX> void test_blame(Arch arch) {
   CHECK_EQ(blame({{"w_gate", 1, 0}, {"w_up", 1, 1e30f}, {"w_down", 1, 1e30f}}), "gradient of w_gate, layer 1");
   if (c.has_routes()) {
     CHECK_EQ(blame({{"out_route", L, 3e38f}, {"out_route_gain", L, 10}}), "the output route");
-    CHECK_EQ(blame({{"mlp_route", 2, 3e38f}, {"mlp_route_gain", 2, 10}}), "a route of the feed-forward, layer 2");
-    CHECK_EQ(blame({{"attn_route_qk", 1, 3e38f}, {"attn_route_gain", 1, 10}}), "a route of the attention, layer 1");
+    CHECK_EQ(blame({{"mlp_route", 2, 3e38f}, {"mlp_route_gain", 2, 10}}),
+             "a route of the feed-forward, layer 2");
+    CHECK_EQ(blame({{"attn_route_qk", 1, 3e38f}, {"attn_route_gain", 1, 10}}),
+             "a route of the attention, layer 1");
     CHECK_EQ(blame({{"out_route", L, 0}, {"out_route_gain", L, 3e38f}, {"final_norm", L, 1e6f}}),
              "gradient of out_route");
   }
@@ -643,6 +645,51 @@ template <class floatX> void test_blame(Arch arch) {
   gpu::model_free(m);
 }
 
+// Four micro-batches of one window each; the token that overflows is in one of them only.
+template <class floatX> void test_bad_micro_batch() {
+  TEST(format("a bad number is traced in whichever micro-batch makes it, and nothing is updated, %s",
+              type_name<floatX>()));
+  const Config c = small_config(Arch::rd, 2);
+  gpu::Model<floatX> m;
+  gpu::model_create(m, c, 1, T, 13);
+  randomise(m);
+  std::vector<float> wte(c.Vp() * c.C), wo(c.L * c.C * c.C), w_gate(c.L * c.F * c.C), w_up(w_gate);
+  gpu::download(wte.data(), m.params.wte, wte.size());
+  gpu::download(wo.data(), m.params.wo, wo.size());
+  gpu::download(w_gate.data(), m.params.w_gate, w_gate.size());
+  gpu::download(w_up.data(), m.params.w_up, w_up.size());
+  // The marked token alone has something in channel 0; the first feed-forward multiplies that by too much.
+  const size_t marked = V - 1;
+  for (size_t v = 0; v < V; v++) wte[v * c.C] = v == marked;
+  std::fill_n(wo.begin(), c.C * c.C, 0.0f);
+  for (size_t f = 0; f < c.F; f++) w_gate[f * c.C] = w_up[f * c.C] = 1e20f;
+  gpu::upload(m.params.wte, wte.data(), wte.size());
+  gpu::upload(m.params.wo, wo.data(), wo.size());
+  gpu::upload(m.params.w_gate, w_gate.data(), w_gate.size());
+  gpu::upload(m.params.w_up, w_up.data(), w_up.size());
+  gpu::model_refresh(m);
+  const std::vector<float> before = parameters_of(m);
+  Options o;
+  o.total_batch = 4 * T;
+  fatal_throws = true;
+  for (size_t window = 0; window < 4; window++) {
+    std::vector<uint16_t> tokens(4 * T + 1);
+    for (size_t i = 0; i < tokens.size(); i++) tokens[i] = uint16_t(i % 100);
+    tokens[window * T + 3] = uint16_t(marked);
+    const TokenData data = TokenData::from_tokens(tokens, "test", V);
+    std::string message;
+    try {
+      gpu::train_step(m, data, o, 0, 7, 0.1);
+    } catch (const Fatal& fatal) {
+      message = fatal.message;
+    }
+    CHECK(message.find("first bad number in the output of the feed-forward, layer 0;") != std::string::npos);
+    CHECK(parameters_of(m) == before);
+  }
+  fatal_throws = false;
+  gpu::model_free(m);
+}
+
 template <class floatX> void test_all() {
   test_gradients<floatX>(Arch::rd, 4);  // the last block is half a block
   if (!BRIEF) {
@@ -654,6 +701,7 @@ template <class floatX> void test_all() {
     test_zero_queries<floatX>();
     test_training<floatX>(Arch::residual);
     for (Arch arch : {Arch::rd, Arch::residual}) test_blame<floatX>(arch);
+    test_bad_micro_batch<floatX>();
   }
   test_validation<floatX>();
   test_training<floatX>(Arch::rd);

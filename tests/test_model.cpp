@@ -1228,6 +1228,43 @@ void test_blame() {
   }
 }
 
+void test_bad_micro_batch() {
+  TEST("a step that makes a number that is not finite stops before its update, whichever micro-batch makes it");
+  const Config c = small_config(Arch::rd, 3, 2);
+  // Two windows; only the second holds the token that has something in channel 0, which overflows in layer 0.
+  const size_t marked = c.V - 1;
+  std::vector<uint16_t> tokens(2 * c.T + 1);
+  for (size_t i = 0; i < tokens.size(); i++) tokens[i] = uint16_t(i % 100);
+  tokens[c.T + 3] = uint16_t(marked);
+  const TokenData data = TokenData::from_tokens(tokens, "test", c.V);
+  auto m = make_model<Float>(c, 1, random_params(c, 46));
+  for (size_t v = 0; v < c.V; v++) m.params.wte[v * c.C] = v == marked;
+  std::fill_n(m.params.wo, c.C * c.C, 0.0f);
+  for (size_t f = 0; f < c.F; f++) m.params.w_gate[f * c.C] = m.params.w_up[f * c.C] = 1e20f;
+  const std::vector<float> before(m.params.wte, m.params.wte + m.num_elements);
+  Options o;
+  o.total_batch = 2 * c.T;
+  size_t last_is_bad = 0;
+  fatal_throws = true;
+  for (size_t position : {0, 2, 4, 6, 8, 10}) {  // an epoch each
+    std::vector<int> inputs(c.T), targets(c.T);
+    training_example(data, c.T, o.seed, position, inputs.data(), targets.data());
+    last_is_bad += inputs[3] != int(marked);
+    std::string message;
+    try {
+      Float::train_step(m, data, o, position, 7, 0.1);
+    } catch (const Fatal& fatal) {
+      message = fatal.message;
+    }
+    CHECK(message.find("step 7: loss ") == 0);
+    CHECK(message.find("first bad number in the output of the feed-forward, layer 0;") != std::string::npos);
+    CHECK(memcmp(m.params.wte, before.data(), before.size() * sizeof(float)) == 0);
+  }
+  fatal_throws = false;
+  CHECK(last_is_bad > 0 && last_is_bad < 6);
+  Float::free(m);
+}
+
 // ---- sizes -------------------------------------------------------------------------------------------
 
 void test_parameter_count() {
@@ -1355,6 +1392,7 @@ int main() {
   test_grad_norm();
   test_find_non_finite();
   test_blame();
+  test_bad_micro_batch();
   test_parameter_count();
   test_memory();
   test_checkpoint();
