@@ -686,6 +686,20 @@ template <class floatX> void test_bad_micro_batch() {
     CHECK(message.find("first bad number in the output of the feed-forward, layer 0;") != std::string::npos);
     CHECK(parameters_of(m) == before);
   }
+  // A finite loss, since silu(0) = 0, but an infinite gradient.
+  randomise(m);
+  const std::vector<float> none(c.F * c.C, 0), large(c.F * c.C, 1e30f);
+  gpu::upload(m.params.w_gate + none.size(), none.data(), none.size());
+  for (float* w : {m.params.w_up, m.params.w_down}) gpu::upload(w + large.size(), large.data(), large.size());
+  gpu::model_refresh(m);
+  std::string message;
+  try {
+    gpu::train_step(m, TokenData::from_tokens(std::vector<uint16_t>(4 * T + 1, 5), "test", V), o, 0, 7, 0.1);
+  } catch (const Fatal& fatal) {
+    message = fatal.message;
+  }
+  CHECK(message.find("step 7: loss ") == 0 && std::isfinite(std::strtod(message.c_str() + 13, nullptr)));
+  CHECK(message.find("first bad number in gradient of w_gate, layer 1;") != std::string::npos);
   fatal_throws = false;
   gpu::model_free(m);
 }

@@ -1260,8 +1260,20 @@ void test_bad_micro_batch() {
     CHECK(message.find("first bad number in the output of the feed-forward, layer 0;") != std::string::npos);
     CHECK(memcmp(m.params.wte, before.data(), before.size() * sizeof(float)) == 0);
   }
-  fatal_throws = false;
   CHECK(last_is_bad > 0 && last_is_bad < 6);
+  // A finite loss, since silu(0) = 0, but an infinite gradient.
+  set_params(m, random_params(c, 46));
+  std::fill_n(m.params.w_gate + c.F * c.C, c.F * c.C, 0.0f);
+  for (float* w : {m.params.w_up, m.params.w_down}) std::fill_n(w + c.F * c.C, c.F * c.C, 1e30f);
+  std::string message;
+  try {
+    Float::train_step(m, data, o, 0, 7, 0.1);
+  } catch (const Fatal& fatal) {
+    message = fatal.message;
+  }
+  CHECK(message.find("step 7: loss ") == 0 && std::isfinite(std::strtod(message.c_str() + 13, nullptr)));
+  CHECK(message.find("first bad number in gradient of w_gate, layer 1;") != std::string::npos);
+  fatal_throws = false;
   Float::free(m);
 }
 

@@ -177,7 +177,7 @@ static void refusing() {
   for (const Poison& poison : {Poison{"w_up", "parameter w_up, layer 1", NAN},
                                Poison{"wo", "the output of the attention, layer 1", 3e38f},
                                Poison{"out_route", "the output route", 3e38f},
-                               Poison{"final_norm", "gradient of out_route", 1.5e38f}}) {  // the last: the loss is finite
+                               Poison{"final_norm", "what the head reads", 1.5e38f}}) {
     TEST(std::string("a number that is not finite stops the run and is traced to ") + poison.blamed);
     Checkpoint good;
     fatal_if(good.try_open(checkpoint_of("whole", 20)));
