@@ -12,7 +12,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "check.h"
@@ -924,6 +926,26 @@ static void test_traffic() {
   });
 }
 
+static void test_other_threads() {
+  TEST("a thread of the program's own works while kernels run");
+  std::atomic<bool> begun{false}, over{false};
+  std::vector<size_t> counts(64);
+  std::thread other([&] {
+    for (size_t i = 0; !over; i++) counts[i % 64] += i, begun = true;
+  });
+  while (!begun) usleep(100);
+  in_every_order([] {
+    Device<float> in(480), out(480);
+    for (size_t i = 0; i < 480; i++) in.h[i] = float(i);
+    for (int n = 0; n < 10; n++) launch(reverse_in_blocks, 5, 96, 0, 0, out.d, in.up().d);
+    out.down();
+    CHECK_EQ(out.h[1], in.h[94] + 2 + in.h[1] + 1);
+  });
+  over = true;
+  other.join();
+  CHECK(counts[1] > 0);
+}
+
 int main(int argc, char** argv) {
   if (argc == 3 && !strcmp(argv[1], "fault")) {
     FAULTS[atoi(argv[2])].run();
@@ -934,5 +956,6 @@ int main(int argc, char** argv) {
   test_products();
   test_traffic();
   test_faults();
+  test_other_threads();
   return finish();
 }

@@ -14,6 +14,7 @@ Traffic traffic(const std::string&) { return {}; }
 Traffic traffic() { return {}; }
 }  // namespace emu
 #else
+#include <pthread.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -38,12 +39,16 @@ static std::vector<std::pair<uint32_t, uint3>> blocks;  // of this launch: when 
 static bool window_open = false, counting = false;
 extern "C" char __executable_start, end;  // the linker's
 
+// Kernels run on the thread that the program began with. A thread that the program starts is the host, too.
+static const pthread_t first_thread = pthread_self();
+static bool in_kernel() { return self && pthread_equal(pthread_self(), first_thread); }
+
 static uint64_t program_counter(const void* p) {  // from the program's start
   return uint64_t(static_cast<const char*>(p) - &__executable_start);
 }
 static Cell* cell_of(const char* p) {
   if (size_t(p - arena) < ARENA) return cells + (p - arena) / 2;
-  if (self && size_t(p - engine->tls) < engine->tls_bytes) return &static_cells[size_t(p - engine->tls) / 2];
+  if (in_kernel() && size_t(p - engine->tls) < engine->tls_bytes) return &static_cells[size_t(p - engine->tls) / 2];
   return nullptr;
 }
 static bool is_shared(const char* p) { return size_t(p - arena) >= ARENA || size_t(p - arena) < SHARED_ROOM; }
@@ -115,7 +120,7 @@ static void access_by_kernel(Cell* c, const char* p, size_t n, Access access, co
 static void check(const void* address, size_t n, Access access, const void* caller) {
   const char* p = static_cast<const char*>(address);
   Cell* c = cell_of(p);
-  if (self) access_by_kernel(c, p, n, access, caller);
+  if (in_kernel()) access_by_kernel(c, p, n, access, caller);
   else if (c) access_by_host(c, n, access, caller);
 }
 void touch(const void* p, size_t bytes, Access access, const void* caller) {
@@ -257,7 +262,7 @@ Traffic traffic() {
 // ---- what the compiler calls --------------------------------------------------------------------------
 namespace emu {
 static void hook(const void* p, size_t n, Access access, const void* caller) {
-  if (self && reinterpret_cast<uintptr_t>(p) % n)
+  if (in_kernel() && reinterpret_cast<uintptr_t>(p) % n)
     fail("misaligned access of %zu bytes (%p) at %s", n, p, source_line(caller).c_str());
   check(p, n, access, caller);
 }
@@ -281,6 +286,7 @@ extern "C" void __tsan_write_range(void* p, size_t n) { emu::check(p, n, emu::Ac
   ATOMIC(bits##_exchange, __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST), (T* p, T v, int))                 \
   ATOMIC(bits##_fetch_add, __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST), (T* p, T v, int))                 \
   ATOMIC(bits##_fetch_sub, __atomic_fetch_sub(p, v, __ATOMIC_SEQ_CST), (T* p, T v, int))                 \
+  ATOMIC(bits##_fetch_or, __atomic_fetch_or(p, v, __ATOMIC_SEQ_CST), (T* p, T v, int))                   \
   ATOMIC(bits##_compare_exchange_strong, compare_exchange(p, before, v), (T* p, T* before, T v, int, int)) \
   ATOMIC(bits##_compare_exchange_weak, compare_exchange(p, before, v), (T* p, T* before, T v, int, int))
 template <class T> static int compare_exchange(T* p, T* before, T v) {
