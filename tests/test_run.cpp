@@ -103,6 +103,60 @@ static void looking() {
   CHECK(access(checkpoint_of("watched", 20).c_str(), F_OK) == 0);
 }
 
+// Every line of a log as "event step".
+static std::vector<std::string> log_order(const std::string& out) {
+  std::vector<std::string> order;
+  std::istringstream log(read_file(folder + "/" + out + "/log.jsonl"));
+  for (std::string line; std::getline(log, line);) {
+    Json event;
+    if (!CHECK_EQ(JsonParser::parse(line, &event), "")) continue;
+    const Json* step = event.find("step");
+    order.push_back(event.find("event")->text + (step ? " " + step->text : ""));
+  }
+  return order;
+}
+// The CUDA trainer writes a checkpoint during the next step; nobody is to see that.
+static void saving() {
+  TEST("log and screen name a checkpoint before the step after it");
+  const std::string flags = " --checkpoint-every 2 --val-every 2 --keep 1 --warmup 0 --min-lr-ratio 1";
+  const Result result = train("saving", "--steps 4" + flags);
+  check_ok(result);
+  const std::vector<std::string> expected = {
+      "config",       "val 0",  "routes 0", "step 1", "step 2", "val 2",    "routes 2",
+      "checkpoint 2", "step 3", "step 4",   "val 4",  "routes 4", "checkpoint 4", "done 4"};
+  if (!CHECK(log_order("saving") == expected))
+    for (const std::string& event : log_order("saving")) printf("  %s\n", event.c_str());
+  size_t at = 0;
+  for (const std::string& text : {std::string("step 2/4 "), "saved  " + checkpoint_of("saving", 2),
+                                  std::string("step 3/4 "), std::string("step 4/4 "),
+                                  "saved  " + checkpoint_of("saving", 4), std::string("done ")})
+    if (!CHECK(at != std::string::npos && (at = result.text.find(text, at)) != std::string::npos)) {
+      printf("  not found, or too early: %s\n%s\n", text.c_str(), result.text.c_str());
+      break;
+    }
+  CHECK_EQ(shell("ls " + folder + "/saving | grep -c safetensors").text, std::string("1\n"));
+
+  TEST("a checkpoint on the way holds the bits of a run that ends there");
+  check_ok(train("goes_on", "--steps 3 --checkpoint-every 1 --warmup 0 --min-lr-ratio 1"));
+  for (const size_t step : {1, 2}) {
+    const std::string ends = format("ends_%zu", step);
+    check_ok(train(ends, format("--steps %zu --warmup 0 --min-lr-ratio 1", step)));
+    CHECK(same_bits(checkpoint_of("goes_on", step), checkpoint_of(ends, step)));
+  }
+
+  TEST("a checkpoint that cannot be written ends the run before the next step counts, and leaves the one before");
+  shell("mkdir -p " + checkpoint_of("blocked", 4) + ".tmp");
+  const Result blocked = train("blocked", "--steps 6" + flags);
+  CHECK_EQ(blocked.status, 1);
+  const std::string message = "error: " + checkpoint_of("blocked", 4) + ".tmp: cannot create: Is a directory\n";
+  if (!CHECK(blocked.text.size() > message.size() &&
+             blocked.text.compare(blocked.text.size() - message.size(), message.size(), message) == 0))
+    printf("%s\n", blocked.text.c_str());
+  const std::vector<std::string> order = log_order("blocked");
+  CHECK(!order.empty() && order.back() == "routes 4");
+  CHECK_EQ(tensors(checkpoint_of("blocked", 2)).size(), 3u * 17u);
+}
+
 static void reloading() {
   TEST("a new process reloads the checkpoint and finds the same validation loss, bit for bit, for any batch");
   const std::vector<std::string> loss = log_field("whole", "val", "loss");
@@ -211,6 +265,22 @@ static void refusing() {
            saved + "\n");
   check_ok(
       shell(std::string(TRAINER) + " --resume " + folder + "/ruined --steps 21 --lr 0.01 --weight-decay 0.1"));
+
+  TEST("a run that diverges ends after the last step's checkpoint is safe, on the screen and in the log");
+  const Result diverged = train(
+      "diverging", "--steps 40 --init-from " + checkpoint_of("whole", 20) +
+                       " --warmup 0 --lr 100 --weight-decay 100 --checkpoint-every 1 --keep 1");
+  CHECK_EQ(diverged.status, 1);
+  const std::vector<std::string> events = log_order("diverging");
+  const size_t last = log_field("diverging", "step", "step").size();
+  CHECK(last > 0 && events.back() == format("checkpoint %zu", last));
+  const std::string saved_line = "saved  " + checkpoint_of("diverging", last) + "\n";
+  if (!CHECK(diverged.text.find(saved_line + format("error: step %zu:", last + 1)) != std::string::npos))
+    printf("%s\n", diverged.text.c_str());
+  CHECK_EQ(shell("ls " + folder + "/diverging | grep ckpt_").text,
+           checkpoint_of("diverging", last).substr((folder + "/diverging/").size()) + "\n");
+  for (const auto& entry : tensors(checkpoint_of("diverging", last)))
+    CHECK(std::all_of(entry.second.begin(), entry.second.end(), [](float x) { return std::isfinite(x); }));
 
   TEST("--dry-run prints the sizes of a model that no machine holds, and writes nothing");
   const Result dry = train("dry", std::string("--dry-run --layers 4096 --ffn 1048576 --vocab 65536 ") +
@@ -369,6 +439,7 @@ int main(int argc, char** argv) {
   resuming();
   stopping();
   looking();
+  saving();
   refusing();
   if (on_cpu()) reloading(), pairing(), large_numbers(), long_run(), sizes();  // too many steps for the emulator
   else running_out_of_memory(), sampling_like_the_cpu();
