@@ -433,7 +433,8 @@ static void test_log() {
   CHECK(refuses(in_child([&] { Log log(folder / "none"); }), 1, "none/log.jsonl: cannot open: No such file"));
   const std::string kept = "{\"event\":\"step\",\"step\":1}\n";
   std::string long_log;
-  while (long_log.size() < 10000) long_log += kept;  // longer than what the child prints, which has the same limit
+  // Longer than what the child prints, which has the same limit.
+  while (long_log.size() < 10000) long_log += kept;
   write_file(folder / "new/log.jsonl", long_log);
   const auto limited = [&](size_t more) {
     return in_child([&] {

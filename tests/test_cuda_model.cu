@@ -433,11 +433,12 @@ std::string fatal_message(const std::function<void()>& function) {
   fatal_throws = false;
   return message;
 }
-// The temporary file is a pipe, so its writer stands still until the test reads it; as a pipe has no place to put
-// the checksum in, writing then fails, and that has to come up, too.
+// The temporary file is a pipe, so its writer stands still until the test reads it; as a pipe has no place to
+// put the checksum in, writing then fails, and that has to come up, too.
 template <class floatX> void test_saving() {
   const Scratch folder;
-  const std::string path = folder / "piped", pipe = path + ".tmp", refused = path + ": cannot write: Illegal seek";
+  const std::string path = folder / "piped", pipe = path + ".tmp",
+                    refused = path + ": cannot write: Illegal seek";
   const Metadata metadata = config_to_metadata(small_config(Arch::rd, 2));
   const TokenData data = made_up_tokens();
   const Options o = step_options(2);
@@ -817,8 +818,8 @@ void test_out_of_host_memory() {
     gpu::model_create(m, c, 1, 1, 1);
   });
   CHECK(refuses(outcome, EXIT_ERROR,
-                format("out of host memory: the copy for checkpoints needs %s, pinned; lower the sizes of the model",
-                       human_bytes(elements * 3 * sizeof(float)).c_str())));
+                format("out of host memory: the copy for checkpoints needs %s, pinned; lower the sizes of the"
+                       " model", human_bytes(elements * 3 * sizeof(float)).c_str())));
 #endif
 }
 

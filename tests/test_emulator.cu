@@ -625,8 +625,8 @@ __global__ void histogram(int* counts, int* last, const int* values, int n) {
   atomicAdd(&counts[values[i]], 1);
   atomicMax(last, i);
 }
-// d (16 x 8) = a (16 x K) b (N x K)^T with K in steps of 16: cp.async in two buffers, ldmatrix, mma. One warp. The
-// rows of b from N <= 8 on are zeros.
+// d (16 x 8) = a (16 x K) b (N x K)^T with K in steps of 16: cp.async in two buffers, ldmatrix, mma. One warp.
+// The rows of b from N <= 8 on are zeros.
 __global__ void tensor_product(float* d, const bf16* a, const bf16* b, int N, int K) {
   bf16* s = dynamic_shared<bf16>();  // two times (16 + 8) rows of 24, 16 used
   constexpr int LD = 24, BUFFER = 24 * LD;
