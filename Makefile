@@ -91,7 +91,7 @@ $(BUILD)/test_%_asan: tests/test_%.cpp Makefile | $(BUILD)
 	$(CXX) $(FLAGS) $(OMPFLAGS) $(ASAN) -DFILL_NAN -MMD -MP -MF $@.d $< -o $@
 
 $(BUILD)/test_%_tsan: tests/test_%.cpp tests/openmp_threads.cpp Makefile | $(BUILD)
-	$(CXX) $(FLAGS) $(OMPFLAGS) $(TSAN) -MMD -MP -MF $@.d -c $< -o $@.o
+	$(CXX) $(FLAGS) $(OMPFLAGS) $(TSAN) -MMD -MP -MT $@ -MF $@.d -c $< -o $@.o
 	$(CXX) $(FLAGS) $(TSAN) tests/openmp_threads.cpp $@.o -o $@ -pthread
 	@rm $@.o
 
