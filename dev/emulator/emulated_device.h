@@ -3,7 +3,7 @@
 #include "cuda_runtime.h"
 
 constexpr bool EMULATED = true;  // times mean nothing here
-#define launch(...) emu::launch_kernel(emu::here(__FILE__, __LINE__), #__VA_ARGS__, __VA_ARGS__)
+#define launch(...) emu::launch_kernel(emu::Site{__FILE__, __LINE__}, #__VA_ARGS__, __VA_ARGS__)
 template <class T> T* dynamic_shared() { return reinterpret_cast<T*>(emu::self->block->shared); }
 
 namespace emu {  // tensor.cpp

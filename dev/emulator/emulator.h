@@ -6,7 +6,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <functional>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -23,19 +22,13 @@ namespace emu {
 
 // ---- where in the source something was called ---------------------------------------------------------
 struct Site { const char* file; int line; };
-inline Site here(const char* file, int line) { return {file, line}; }
-#define EMU_SITE emu::Site site = emu::here(__builtin_FILE(), __builtin_LINE())  // last parameter: the caller
+#define EMU_SITE emu::Site site = {__builtin_FILE(), __builtin_LINE()}  // a last parameter: the caller's line
 #define EMU_INLINE inline __attribute__((always_inline))  // so that return addresses lie in the kernel itself
 
 // ---- what a running kernel can see of the machine -----------------------------------------------------
-struct Block { uint3 index; dim3 dim, grid; char* shared; size_t shared_bytes; };
+struct Block { uint3 index; dim3 dim, grid; char* shared = nullptr; size_t shared_bytes = 0; };
 struct Thread { uint3 index; int linear, warp, lane; const Block* block; };
-#if defined(EMU_RACE)
-#define EMU_PER_CORE           // one block at a time
-#else
-#define EMU_PER_CORE __thread  // blocks run on all cores
-#endif
-extern EMU_PER_CORE Thread* self;  // the thread that runs now, null on the host
+extern __thread Thread* self;  // the one that runs now on this core, null on the host
 
 // ---- settings: from the environment, a test may change them -------------------------------------------
 enum class Order { forward, reverse, random };
@@ -52,6 +45,9 @@ struct Api {  // while it lives, fail() on the host names this API call
   Api(const char* name, Site site);
   ~Api();
 };
+// What a program makes and must destroy. gone() fails unless it is there, and returns its bytes.
+void made(const char* kind, const void* p, Site, size_t bytes = 0);
+size_t gone(const char* kind, const void* p);
 
 // ---- barriers and warp-wide operations ----------------------------------------------------------------
 void barrier(Site);
@@ -71,12 +67,8 @@ enum class Access { read, write, atomic, in_flight };  // in_flight: a cp.async 
 void touch(const void* p, size_t bytes, Access, const void* caller = nullptr);
 void check_pointer(const char* kernel, size_t parameter, const void* p);  // fails unless device memory or null
 
-// ---- streams: a queue each; at once, or as late as the program allows ----------------------------------
-struct Stream;
-void enqueue(Stream*, std::function<void()> work);
-void drain(Stream*);  // run what is queued
-
 // ---- launching ----------------------------------------------------------------------------------------
+struct Stream;
 struct Launch {
   std::string kernel;
   Site site;

@@ -10,14 +10,13 @@
 #include <cstdlib>
 #if defined(EMU_ASAN)
 #include <pthread.h>
-#include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #endif
 
 namespace emu {
 
-EMU_PER_CORE Thread* self = nullptr;
-EMU_PER_CORE Engine* engine = nullptr;
+__thread Thread* self = nullptr;
+__thread Engine* engine = nullptr;
 
 // ---- switching between fibers -------------------------------------------------------------------------
 // emu_switch(&old, new): push what a function must keep for its caller, save the stack pointer in old, take up
@@ -154,11 +153,12 @@ void barrier(Site site) {
   Engine& e = *engine;
   if (++e.at_barrier == e.n) {
     e.at_barrier = 0;
-    for (int i = 0; i < e.n; i++)
+    for (int i = 0; i < e.n; i++) {
       if (!same(e.fibers[i].site, site))
         fail("threads meet in different __syncthreads: thread %d at %s, thread %d at %s", i,
              place(e.fibers[i]).c_str(), t.linear, place(t).c_str());
-    for (int i = 0; i < e.n; i++) make_ready(e.fibers[i]);
+      make_ready(e.fibers[i]);
+    }
     race_sync(-1);
   }
   schedule();
@@ -197,11 +197,8 @@ Engine& start_engine() {  // once per OS thread
   engine = new Engine;
   engine->running = &engine->host;
   engine->stacks = static_cast<char*>(reserve(MAX_THREADS * (GUARD + STACK)));
-#if defined(EMU_RACE)
-  engine->shared_room = race_shared_room();
-#else
-  engine->shared_room = static_cast<char*>(aligned_alloc(GAP, MAX_SHARED + 2 * GAP));
-#endif
+  engine->shared = shared_room() + GAP;
+  forbid(engine->shared - GAP, SHARED_ROOM);
 #if defined(EMU_ASAN)  // it wants to know the bounds of every stack
   pthread_attr_t attributes;
   void* bottom;
@@ -230,13 +227,9 @@ static void prepare(const Launch& l, uint64_t number) {  // once per launch and 
   if (e.launch_number == number) return;
   e.launch = &l, e.launch_number = number;
   e.n = int(l.block.x * l.block.y * l.block.z), e.dim = l.block, e.grid = l.grid;
-  e.shared = e.shared_room + GAP, e.shared_bytes = l.shared_bytes;
+  forbid(e.shared, e.shared_bytes), allow(e.shared, l.shared_bytes);  // all around is forbidden anyway
+  e.shared_bytes = l.shared_bytes;
   memcpy(e.parameters, l.parameters.get(), l.parameter_bytes);
-  race_shared(l.shared_bytes);
-#if defined(EMU_ASAN)
-  __asan_poison_memory_region(e.shared_room, MAX_SHARED + 2 * GAP);
-  __asan_unpoison_memory_region(e.shared, l.shared_bytes);
-#endif
   for (int i = 0; i < e.n; i++) {
     Fiber& t = e.fibers[i];
     if (!t.stack) make_fiber(t, i);
@@ -267,7 +260,6 @@ static void run_grid(const Launch& l) {
   for (size_t i = 0; i < blocks; i++) sequence[i] = unsigned(order == Order::reverse ? blocks - 1 - i : i);
   if (order == Order::random)
     for (size_t i = blocks; i > 1; i--) std::swap(sequence[i - 1], sequence[random_below(unsigned(i))]);
-  DeviceAccess open;
   parallel_for(blocks, [&](size_t i) { prepare(l, number), run_block(l, sequence[i]); });
   race_launch_end(l.kernel);
 }
@@ -278,7 +270,6 @@ std::string kernel_name(const char* text) {  // the text up to the first comma o
   return std::string(text, p);
 }
 void start(Launch l, Stream* stream) {
-  Api api("launch", l.site);
   const dim3 g = l.grid, b = l.block;
   const size_t threads = size_t(b.x) * b.y * b.z;
   const bool grid_fits = g.x && g.y && g.z && g.x <= 0x7FFFFFFF && g.y <= 65535 && g.z <= 65535;

@@ -15,7 +15,6 @@
 
 #include "engine.h"
 #if defined(EMU_ASAN)
-#include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #endif
 
@@ -44,7 +43,7 @@ unsigned random_below(unsigned n) {  // xorshift; a block has its own state, so 
 }
 
 // ---- errors -------------------------------------------------------------------------------------------
-static Api* api = nullptr;
+Api* api = nullptr;
 Api::Api(const char* name, Site site) : name(name), site(site), outer(api) { api = this; }
 Api::~Api() { api = outer; }
 

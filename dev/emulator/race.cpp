@@ -14,7 +14,6 @@ Traffic traffic(const std::string&) { return {}; }
 Traffic traffic() { return {}; }
 }  // namespace emu
 #else
-#include <pthread.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -28,30 +27,25 @@ struct Cell { Mark write, read[2]; };
 // Values of write.time: nothing is allocated here; allocated, never written; written by the host; a kernel's.
 constexpr uint32_t NOTHING = 0, UNWRITTEN = 1, HOST = 2, FIRST = 3, LAST = (1u << 29) - 1;
 
-constexpr size_t ARENA = size_t(1) << 36;       // addresses for device memory; once freed, never used again
-constexpr size_t SHARED_ROOM = MAX_SHARED + 2 * GAP;  // dynamic shared memory, at the arena's start
+constexpr size_t ARENA = size_t(1) << 36;  // addresses: dynamic shared memory, then device memory, used once
 static char* const arena = static_cast<char*>(reserve(ARENA));
 static Cell* const cells = static_cast<Cell*>(reserve(ARENA / 2 * sizeof(Cell)));
-static size_t used = SHARED_ROOM / PAGE * PAGE + PAGE;
+static size_t used = SHARED_ROOM;
 static std::vector<Cell> static_cells;  // for __shared__ variables
 static uint32_t now = FIRST, launch_time = FIRST, block_time = FIRST, barrier_time = FIRST, warp_time[32];
 static std::vector<std::pair<uint32_t, uint3>> blocks;  // of this launch: when each began
 static bool window_open = false, counting = false;
 extern "C" char __executable_start, end;  // the linker's
 
-// Kernels run on the thread that the program began with. A thread that the program starts is the host, too.
-static const pthread_t first_thread = pthread_self();
-static bool in_kernel() { return self && pthread_equal(pthread_self(), first_thread); }
-
 static uint64_t program_counter(const void* p) {  // from the program's start
   return uint64_t(static_cast<const char*>(p) - &__executable_start);
 }
 static Cell* cell_of(const char* p) {
-  if (size_t(p - arena) < ARENA) return cells + (p - arena) / 2;
-  if (in_kernel() && size_t(p - engine->tls) < engine->tls_bytes) return &static_cells[size_t(p - engine->tls) / 2];
+  if (distance(arena, p) < ARENA) return cells + distance(arena, p) / 2;
+  if (self && distance(engine->tls, p) < engine->tls_bytes) return &static_cells[distance(engine->tls, p) / 2];
   return nullptr;
 }
-static bool is_shared(const char* p) { return size_t(p - arena) >= ARENA || size_t(p - arena) < SHARED_ROOM; }
+static bool is_shared(const void* p) { return distance(arena, p) >= ARENA || distance(arena, p) < SHARED_ROOM; }
 
 // ---- one access ---------------------------------------------------------------------------------------
 static bool ordered(Mark a, bool shared, bool atomic) {  // does a barrier order `a` before this thread, now?
@@ -68,7 +62,7 @@ static bool ordered(Mark a, bool shared, bool atomic) {  // does a barrier order
     if (other_block && time <= a.time) snprintf(block, sizeof block, " of block (%u,%u,%u)", b.x, b.y, b.z);
   fail("data race on %zu bytes of %s memory at %p:\n"
        "  thread %d %s at %s\n  thread %u%s %s before, at %s, and %s",
-       n, is_shared(static_cast<const char*>(p)) ? "shared" : "device", p, self->linear,
+       n, is_shared(p) ? "shared" : "device", p, self->linear,
        access == Access::read ? "reads" : "writes", source_line(caller).c_str(), unsigned(a.thread), block,
        wrote ? "wrote" : "read", source_line(&__executable_start + a.pc).c_str(),
        other_block ? "nothing orders the blocks of a launch"
@@ -91,8 +85,8 @@ static void access_by_kernel(Cell* c, const char* p, size_t n, Access access, co
   const char* what = write ? "write" : "read";
   const void* address = p;
   if (!c) {  // besides, a kernel may touch its stack, its parameters and constants
-    const bool stack = size_t(p - engine->stacks) < MAX_THREADS * (GUARD + STACK);
-    const bool parameter = size_t(p - reinterpret_cast<char*>(engine)) < sizeof(Engine);
+    const bool stack = distance(engine->stacks, p) < MAX_THREADS * (GUARD + STACK);
+    const bool parameter = distance(engine, p) < sizeof(Engine);
     if (stack || parameter || (p >= &__executable_start && p < &end)) return;
     fail("%s of %zu bytes of host memory (%p) at %s", what, n, address, source_line(caller).c_str());
   }
@@ -118,9 +112,10 @@ static void access_by_kernel(Cell* c, const char* p, size_t n, Access access, co
   }
 }
 static void check(const void* address, size_t n, Access access, const void* caller) {
+  if (address == &self) return;  // threadIdx and the like begin with it; it lies among the __shared__ variables
   const char* p = static_cast<const char*>(address);
   Cell* c = cell_of(p);
-  if (in_kernel()) access_by_kernel(c, p, n, access, caller);
+  if (self) access_by_kernel(c, p, n, access, caller);
   else if (c) access_by_host(c, n, access, caller);
 }
 void touch(const void* p, size_t bytes, Access access, const void* caller) {
@@ -133,80 +128,66 @@ static void set_cells(const void* p, size_t bytes, uint32_t time) {
   fresh.write.time = time;
   std::fill_n(cell_of(static_cast<const char*>(p)), (bytes + 1) / 2, fresh);
 }
-void* race_alloc(size_t bytes) {
+void allow(const void* p, size_t bytes) { set_cells(p, bytes, UNWRITTEN); }
+void forbid(const void* p, size_t bytes) { set_cells(p, bytes, NOTHING); }
+char* shared_room() { return arena; }
+void* device_alloc(size_t bytes) {
   char* p = arena + used;
   used += (bytes + 511) / 256 * 256;  // at least one byte of nothing between two allocations
   if (used > ARENA) fail("the race check's %zu bytes of addresses are used up", ARENA);
-  set_cells(p, bytes, UNWRITTEN);
+  allow(p, bytes);
   return p;
 }
-void race_free(void* p, size_t bytes) {
+void device_free(void* p, size_t bytes) {
   auto give_back = [](void* from, size_t n) {  // whole pages; they read as zeros from now on
     const uintptr_t a = reinterpret_cast<uintptr_t>(from);
     const uintptr_t first = (a + PAGE - 1) / PAGE * PAGE, last = (a + n) / PAGE * PAGE;
     if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
   };
-  set_cells(p, bytes, NOTHING);
+  forbid(p, bytes);
   give_back(p, bytes), give_back(cell_of(static_cast<char*>(p)), bytes / 2 * sizeof(Cell));
-}
-char* race_shared_room() { return arena; }
-void race_shared(size_t bytes) {
-  static size_t before = 0;
-  if (bytes > before) set_cells(arena + GAP + before, bytes - before, UNWRITTEN);
-  else set_cells(arena + GAP + bytes, before - bytes, NOTHING);
-  before = bytes;
 }
 
 // ---- the clock ----------------------------------------------------------------------------------------
+static uint32_t tick() {
+  if (++now == LAST) fail("the race check's clock ran out, after %u barriers, blocks and launches", now);
+  return now;
+}
 void race_window(bool open) {  // a launch or a library call begins or ends
   window_open = open;
-  if (!open) return;
-  if (now > LAST / 2) {  // wind the clock back: whatever happened before this launch happened long ago
-    for (size_t i = 0; i < used / 2; i++) {
-      if (cells[i].write.time > HOST) cells[i].write.time = HOST;
-      cells[i].read[0] = cells[i].read[1] = {};
-    }
-    static_cells.clear(), now = FIRST;
-  }
-  launch_time = ++now, blocks.clear();
+  if (open) launch_time = tick(), blocks.clear();
 }
 void race_block_begin() {
-  block_time = barrier_time = ++now;
+  block_time = barrier_time = tick();
   std::fill_n(warp_time, 32, now);
   blocks.emplace_back(now, engine->index);
   Cell fresh{};
   fresh.write.time = UNWRITTEN;
   static_cells.resize(engine->tls_bytes / 2 + 16, fresh);
 }
-void race_sync(int warp) {
-  if (++now == LAST) fail("the race check's clock ran out within one launch");
-  (warp < 0 ? barrier_time : warp_time[warp]) = now;
-}
+void race_sync(int warp) { (warp < 0 ? barrier_time : warp_time[warp]) = tick(); }
 
 // ---- traffic: who asked for which bytes of device memory ----------------------------------------------
 // Lanes of a warp that execute the same instruction for the same time share a request, and its sectors count
-// once, as on the card. Compilers split 16-byte accesses; neighbours in a row are put together again.
-struct Request { uint64_t key; uintptr_t address; size_t bytes; };  // key: instruction, time, warp, write?
-static std::vector<Request> requests;                 // of this block
-static std::unordered_map<uint64_t, uint64_t> times;  // (instruction, thread): how often so far
-static size_t latest[MAX_THREADS];                    // of each thread: index in requests, plus 1
-static std::vector<uint64_t> launch_sectors;          // 2 * sector + is it a write
-static size_t compact_at = 1 << 20;
+// once, as on the card. Compilers split 16-byte accesses; what follows on what a thread touched is one with it.
+static struct { uint64_t request; uintptr_t end; } latest[MAX_THREADS];  // each thread's last access
+static std::unordered_map<uint64_t, uint64_t> times;        // (instruction, thread): how often so far
+static std::vector<std::pair<uint64_t, uint64_t>> sectors;  // of this block: (request, sector)
+static std::vector<uint64_t> launch_sectors;                // 2 * sector + is it a write
 static std::map<std::string, Traffic> totals;
 static Traffic launch_traffic;
 
 static void count(const char* p, size_t n, bool write, const void* caller) {
   const uintptr_t address = reinterpret_cast<uintptr_t>(p);
   (write ? launch_traffic.bytes_written : launch_traffic.bytes_read) += n;
-  size_t& mine = latest[self->linear];
-  Request* r = mine ? &requests[mine - 1] : nullptr;
-  if (r && (r->key & 1) == write && r->address + r->bytes == address && r->address / 16 == address / 16) {
-    r->bytes += n;
-    return;
-  }
+  auto& [request, end] = latest[self->linear];
+  const bool same_16_bytes = (address - 1) / 16 == (address + n - 1) / 16;
+  const bool continues = address == end && same_16_bytes && (request & 1) == write;
+  end = address + n;
+  if (continues) return;  // the rest of an access that the compiler split: the same request, the same sector
   const uint64_t pc = program_counter(caller) & 0xFFFFFF, time = times[pc << 10 | uint64_t(self->linear)]++;
-  requests.push_back({pc << 40 | (time & 0xFFFFFFFF) << 8 | uint64_t(self->warp) << 1 | write, address, n});
-  mine = requests.size();
+  request = pc << 40 | (time & 0xFFFFFFFF) << 8 | uint64_t(self->warp) << 1 | write;
+  for (uint64_t s = address / 32; s <= (end - 1) / 32; s++) sectors.emplace_back(request, s);
 }
 template <class T> static void sort_unique(std::vector<T>& v) {
   std::sort(v.begin(), v.end());
@@ -214,22 +195,15 @@ template <class T> static void sort_unique(std::vector<T>& v) {
 }
 void race_block_end() {
   if (!counting) return;
-  std::vector<std::pair<uint64_t, uint64_t>> sectors;  // (request, sector)
-  for (const Request& r : requests)
-    for (uint64_t s = r.address / 32; s <= (r.address + r.bytes - 1) / 32; s++) sectors.emplace_back(r.key, s);
   sort_unique(sectors);
-  uint64_t last_key = ~uint64_t(0);
-  for (auto& [key, sector] : sectors) {
-    launch_traffic.requests += key != last_key, last_key = key;
-    (key & 1 ? launch_traffic.sectors_written : launch_traffic.sectors_read)++;
-    launch_sectors.push_back(2 * sector | (key & 1));
+  uint64_t last = ~uint64_t(0);
+  for (auto& [request, sector] : sectors) {
+    launch_traffic.requests += request != last, last = request;
+    (request & 1 ? launch_traffic.sectors_written : launch_traffic.sectors_read)++;
+    launch_sectors.push_back(2 * sector | (request & 1));
   }
-  if (launch_sectors.size() > compact_at) {  // blocks share sectors; not too often, sorting takes time
-    sort_unique(launch_sectors);
-    compact_at = 2 * launch_sectors.size() + (1 << 20);
-  }
-  requests.clear(), times.clear();
-  std::fill_n(latest, MAX_THREADS, 0);
+  sectors.clear(), times.clear();
+  for (auto& l : latest) l = {};
 }
 static void add(Traffic& t, const Traffic& l) {
   t.launches += l.launches, t.requests += l.requests;
@@ -262,7 +236,7 @@ Traffic traffic() {
 // ---- what the compiler calls --------------------------------------------------------------------------
 namespace emu {
 static void hook(const void* p, size_t n, Access access, const void* caller) {
-  if (in_kernel() && reinterpret_cast<uintptr_t>(p) % n)
+  if (self && reinterpret_cast<uintptr_t>(p) % n)
     fail("misaligned access of %zu bytes (%p) at %s", n, p, source_line(caller).c_str());
   check(p, n, access, caller);
 }
@@ -286,7 +260,6 @@ extern "C" void __tsan_write_range(void* p, size_t n) { emu::check(p, n, emu::Ac
   ATOMIC(bits##_exchange, __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST), (T* p, T v, int))                 \
   ATOMIC(bits##_fetch_add, __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST), (T* p, T v, int))                 \
   ATOMIC(bits##_fetch_sub, __atomic_fetch_sub(p, v, __ATOMIC_SEQ_CST), (T* p, T v, int))                 \
-  ATOMIC(bits##_fetch_or, __atomic_fetch_or(p, v, __ATOMIC_SEQ_CST), (T* p, T v, int))                   \
   ATOMIC(bits##_compare_exchange_strong, compare_exchange(p, before, v), (T* p, T* before, T v, int, int)) \
   ATOMIC(bits##_compare_exchange_weak, compare_exchange(p, before, v), (T* p, T* before, T v, int, int))
 template <class T> static int compare_exchange(T* p, T* before, T v) {
