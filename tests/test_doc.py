@@ -64,6 +64,13 @@ if __name__ == "__main__":
                 for flag in re.findall(r"(?:^|\s)--([a-z][\w-]+)", code):
                     known = f'"--{flag}"' in text or f'{{"{flag}", &O::' in text
                     assert known, f"names --{flag}, which no program has"
+    with case("dev/emulator/README.md: every file of the emulator, and its lines to within ten"):
+        emulator = ROOT / "dev/emulator"
+        said = dict(re.findall(r"^\| `(\w+\.\w+)` \| (\d+) \|", (emulator / "README.md").read_text(), re.M))
+        assert sorted(said) == sorted(path.name for path in emulator.glob("*.*") if path.suffix in (".h", ".cpp"))
+        for name, lines in said.items():
+            found = len((emulator / name).read_text().splitlines())
+            assert abs(int(lines) - found) <= 10, f"{name} has {found} lines, the page says {lines}"
     with case("both trainers: the same sections, the same functions, in the same order"):
         for parts in (sections, definitions):
             cpu, gpu = map(parts, TRAINERS)
