@@ -311,7 +311,7 @@ __device__ inline unsigned pack_bf16(float lo, float hi) {
   return *reinterpret_cast<const unsigned*>(&pair);
 }
 
-// Eight or four neighbouring numbers, moved 16 bytes at a time (four bf16: 8), from addresses that this divides.
+// Eight or four neighbouring numbers, 16 bytes at a time (four bf16: 8), from addresses that this divides.
 __device__ inline void load8(float (&v)[8], const bf16* p) {
   const uint4 raw = *reinterpret_cast<const uint4*>(p);
   const unsigned bits[4] = {raw.x, raw.y, raw.z, raw.w};
@@ -589,7 +589,7 @@ constexpr int route_blocks(int NV) { return NV <= 7 ? TOKEN_BLOCKS : 1; }
 // The rows that a warp reads on its walk over tokens bt, bt + step, ...: row_at(bt, 0) .. row_at(bt, count - 1)
 // of each. Its ring in shared memory has place for SLOTS rows: one is being read, the others are on their way.
 template <class floatX> constexpr unsigned SLOTS = 8 / sizeof(floatX);
-constexpr size_t ring_bytes(int NV) { return NV * 128 * 8; }  // of a warp, for either type
+constexpr size_t ring_bytes(size_t NV) { return NV * 128 * 8; }  // of a warp, for either type
 template <class floatX, int NV, class RowAt>
 struct Ring {
   static constexpr unsigned LOAD = 16 / sizeof(floatX);
@@ -853,8 +853,8 @@ route_backward_kernel(floatX* dh, floatX* x, float* delta, floatX* dpartial, flo
   const unsigned K = unsigned(sources.K()), start = blockIdx.x * ROUTE_WARPS + warp,
                  step = gridDim.x * ROUTE_WARPS;
   float* all = dynamic_shared<float>();  // (ROUTE_WARPS, 1+R, C): dnorm and dw
-  float* gathered = all + warp * (1 + R) * C;
-  floatX* rings = reinterpret_cast<floatX*>(all + ROUTE_WARPS * (1 + R) * C);
+  float* gathered = all + warp * ((1 + R) * C);
+  floatX* rings = reinterpret_cast<floatX*>(all + ROUTE_WARPS * ((1 + R) * C));
   const auto row_at = [&](unsigned bt, unsigned n) -> const floatX* {  // sources, dx, the partial's gradient
     return n < K ? sources.stream + (sources.slot(n) * BT + bt) * C
          : n < K + INPUTS ? dh + ((n - K) * BT + bt) * C : dpartial + bt * C;
@@ -947,13 +947,13 @@ route_backward_bank_kernel(floatX* dbank, float* rows, const floatX* dh, const f
                            Sources<floatX> sources, const float* p, const float* w, RouteList routes,
                            bool first, size_t BT, size_t C, size_t ldp) {
   const unsigned R = unsigned(routes.count), lane = threadIdx.x % 32, warp = threadIdx.x / 32,
-                 warps = blockDim.x / 32, K = unsigned(sources.i / sources.S) + 1, c = threadIdx.x * 4,
-                 width = blockDim.x * 4;  // C and what the last warp has beyond it, where rows are zero
+                 warps = blockDim.x / 32, K = unsigned(sources.i / sources.S) + 1, c = threadIdx.x * 4;
+  const size_t width = blockDim.x * size_t(4);  // C and what the last warp has beyond it, where rows are zero
   const bool live = c < C;
-  float* query = dynamic_shared<float>();   // (R,width) times gain
-  float* coefficients = query + R * width;  // (R,3,4): p, dz r, dz r^2 z / C, of four sources
-  float* parts = coefficients + R * 12;     // (R,8,warps): dh . s of four sources, w . s of four sources
-  floatX* two_dh = reinterpret_cast<floatX*>(parts + R * 8 * warps);  // (2,R,width): this token's, the next's
+  float* query = dynamic_shared<float>();        // (R,width) times gain
+  float* coefficients = query + R * width;       // (R,3,4): p, dz r, dz r^2 z / C, of four sources
+  float* parts = coefficients + R * size_t(12);  // (R,8,warps): dh . s of four sources, w . s of four sources
+  floatX* two_dh = reinterpret_cast<floatX*>(parts + R * size_t(8) * warps);  // (2,R,width): now, next
   __shared__ int number[RMAX];  // a list that is indexed by a variable should not live in a register
 #pragma unroll
   for (unsigned r = 0; r < RMAX; r++) {
@@ -1007,11 +1007,11 @@ route_backward_bank_kernel(floatX* dbank, float* rows, const floatX* dh, const f
       }
       __syncthreads();
       if (mine < R) {
-        const float* part = parts + (mine * 8 + threadIdx.x % 4) * warps;
+        const unsigned part = (mine * 8 + threadIdx.x % 4) * warps;
         float dp = 0, z = 0;
-        for (unsigned other = 0; other < warps; other++) dp += part[other], z += part[4 * warps + other];
+        for (unsigned i = part; i < part + warps; i++) dp += parts[i], z += parts[i + 4 * warps];
         const float dzr = pj * (dp - from) * rj;
-        float* to = coefficients + mine * 12 + threadIdx.x % 4;
+        float* to = &coefficients[mine * 12 + threadIdx.x % 4];
         to[0] = pj, to[4] = dzr, to[8] = dzr * rj * (rj * z) / float(C);
       }
       __syncthreads();
@@ -1021,7 +1021,7 @@ route_backward_bank_kernel(floatX* dbank, float* rows, const floatX* dh, const f
         if (r >= R) continue;
         float d[4], q[4], by_dh[4], by_w[4], by_s[4];
         load4(d, dh_here + r * width), load4(q, query + r * width + c);
-        const float* by = coefficients + r * 12;
+        const float* by = coefficients + r * size_t(12);
         load4(by_dh, by), load4(by_w, by + 4), load4(by_s, by + 8);
 #pragma unroll
         for (int n = 0; n < 4; n++) {
