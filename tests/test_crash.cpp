@@ -238,7 +238,7 @@ static void second_signal() {
 
 int main(int argc, char** argv) {
   if (argc > 1) TRAINER = argv[1];
-  // Through the emulator a step of the model of runs.h takes a second; one of this, a twentieth.
+  // The model of runs.h is slow in the emulator, and a kill needs no large one.
   if (!on_cpu())
     small_model = "--layers 2 --width 16 --heads 1 --ffn 16 --context 8 --vocab 131 --batch 1 --total-batch 16"
                   " --val-tokens 16";
