@@ -100,6 +100,13 @@ __global__ void no_barrier_before_reuse(float* out) {
     out[i * 64 + threadIdx.x] = s[63 - threadIdx.x];
   }
 }
+__global__ void write_after_read(float* out) {  // who runs in order reads first: only the readers' marks tell
+  __shared__ float s;
+  if (threadIdx.x == 0) s = 1;
+  __syncthreads();
+  out[threadIdx.x] = s;
+  if (threadIdx.x == 63) s = 2;
+}
 __global__ void no_syncwarp(float* out) {
   __shared__ float s[64];
   s[threadIdx.x] = float(threadIdx.x);
@@ -338,6 +345,8 @@ static const Fault FAULTS[] = {
      const auto v = run64(128, 1, 0, no_barrier_before_reuse);
      expect(reversed(v) && v[64] == 127);
    }, NUMBERS, NUMBERS, "no __syncthreads lies in between"},
+  {"no barrier before a write", [] { expect(all(run64(64, 1, 0, write_after_read), 1)); },
+   NUMBERS, NUMBERS, "data race on 4 bytes of shared memory"},
   {"no __syncwarp", [] { expect(run64(64, 1, 0, no_syncwarp)[6] == 7); }, NUMBERS, NUMBERS, "emu: error"},
   {"barrier in a branch", [] { run64(64, 1, 0, barrier_in_branch); },
    "threads 0..31 wait in __syncthreads", "threads 0..31 wait in __syncthreads",
