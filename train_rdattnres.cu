@@ -974,7 +974,7 @@ route_backward_bank_kernel(floatX* dbank, float* rows, const floatX* dh, const f
   unsigned buffer = 0;
   send_for_dh(blockIdx.x, buffer);
   for (size_t bt = blockIdx.x; bt < BT; bt += gridDim.x, buffer ^= 1) {
-    const floatX* dh_here = two_dh + buffer * R * width + c;
+    const floatX* dh_here = two_dh + buffer * (R * width) + c;
     cp_async_wait<0>();
     __syncthreads();  // dh is there, and nobody looks at the last token's any more
     if (bt + gridDim.x < BT) send_for_dh(bt + gridDim.x, buffer ^ 1);
