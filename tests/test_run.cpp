@@ -46,6 +46,9 @@ static void reference_run() {
   CHECK_EQ(log_field("whole", "config", "parameters").size(), 1u);
   CHECK_EQ(log_field("whole", "done", "step").size(), 1u);
   CHECK_EQ(log_field("whole", "checkpoint", "step").size(), 2u);
+  Checkpoint last;
+  CHECK_EQ(last.try_open(checkpoint_of("whole", 20)), "");
+  CHECK_EQ(last.metadata["data_position"], "80");  // examples, four a step
 }
 
 static void threads() {
