@@ -576,7 +576,7 @@ double asked_of(const char* kernel) {
   return 32.0 * double(t.sectors_read + t.sectors_written);
 }
 // Whole blocks of a network, sites first .. end - 1, forward and backward as model_backward walks. The model
-// has its activations and norms but no matrices: the emulator keeps sixteen bytes of notes for every one.
+// has its activations and norms but no matrices: the emulator keeps twelve bytes of notes for every one.
 Traffic move_blocks(const Config& c, size_t first, size_t end, size_t BT) {
   gpu::Model<bf16> m;
   m.config = c, m.B = 1, m.T = BT;
