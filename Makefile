@@ -11,56 +11,65 @@ MAKEFLAGS += -j$(shell getconf _NPROCESSORS_ONLN)
 CXXFLAGS ?= -O3 -g
 # The fastest code for this very processor. `make PORTABLE=1` builds for any processor of this kind instead.
 ARCH     := $(if $(PORTABLE),,-march=native)
-# -fopenmp-simd honours "#pragma omp simd" with or without OpenMP's threads. No -ffast-math: infinities and NaN count.
-# Two switches that change no result: errno after sqrt and floating-point traps, which nobody reads, stop vectorisation.
+# -fopenmp-simd honours "#pragma omp simd" with or without OpenMP's threads. No -ffast-math: infinities and NaN
+# count. Two switches that change no result: errno after sqrt and floating-point traps, which nobody reads, stop
+# vectorisation.
 FLAGS    := -std=c++17 -Wall -Wextra $(CXXFLAGS) -fno-math-errno -fno-trapping-math $(ARCH) -I. $(EXTRA)
 
 # OpenMP: try to build with the usual spellings, g++/clang++ first, then Apple's clang with Homebrew's libomp.
 BREW     := $(wildcard /opt/homebrew/opt/libomp /usr/local/opt/libomp)
+LIBOMP    = -Xpreprocessor -fopenmp -I$(1)/include -L$(1)/lib -lomp
 TRY_OMP   = $(shell printf '\043include <omp.h>\nint main() { return omp_get_max_threads() < 1; }' | \
               $(CXX) -x c++ - $(1) -o /dev/null 2>/dev/null && echo yes)
 OPENMP   := $(strip $(if $(NO_OMP),,$(or \
               $(if $(call TRY_OMP,-fopenmp),-fopenmp), \
-              $(foreach dir,$(firstword $(BREW)),$(if $(call TRY_OMP,-Xpreprocessor -fopenmp -I$(dir)/include -L$(dir)/lib -lomp), \
-                -Xpreprocessor -fopenmp -I$(dir)/include -L$(dir)/lib -lomp)))))
+              $(foreach dir,$(firstword $(BREW)), \
+                $(if $(call TRY_OMP,$(call LIBOMP,$(dir))),$(call LIBOMP,$(dir)))))))
 OMPFLAGS := $(if $(OPENMP),$(OPENMP),-fopenmp-simd -Wno-unknown-pragmas)
 
 # What make test runs of the CPU side: each test as it is, and again under the address and undefined-behaviour
 # sanitizers; the fuzz targets under these alone; the threads under the thread sanitizer.
-TESTS := $(filter-out %/test_fuzz %/test_threads,$(patsubst tests/%.cpp,$(BUILD)/%,$(wildcard tests/test_*.cpp)))
+TESTS := $(filter-out %/test_fuzz %/test_threads, \
+           $(patsubst tests/%.cpp,$(BUILD)/%,$(wildcard tests/test_*.cpp)))
 ASAN  := -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=undefined
 TSAN  := -O1 -g1 -fsanitize=thread
-TRY_RUN    = $(shell f=$$(mktemp) && printf '\043include <thread>\nint main() { std::thread([] {}).join(); }' | \
-               $(CXX) $(1) -x c++ - -o $$f -pthread 2>/dev/null && $$f 2>/dev/null && echo yes; rm -f $$f)
-IS_CLANG   = $(shell $(CXX) -dM -E -x c++ /dev/null | grep __clang__)
+TRY_RUN  = $(shell f=$$(mktemp) && printf '\043include <thread>\nint main() { std::thread([] {}).join(); }' | \
+             $(CXX) $(1) -x c++ - -o $$f -pthread 2>/dev/null && $$f 2>/dev/null && echo yes; rm -f $$f)
+IS_CLANG = $(shell $(CXX) -dM -E -x c++ /dev/null | grep __clang__)
 ifneq ($(filter test,$(MAKECMDGOALS)),)
 SANITIZED := $(if $(call TRY_RUN,$(ASAN)),$(TESTS:%=%_asan) $(BUILD)/test_fuzz_asan, \
-               'skip:CPU tests under the address sanitizer: $(CXX) has none that works here')
+              'skip:CPU tests under the address sanitizer: $(CXX) has none that works here')
 SANITIZED += $(if $(if $(OPENMP),$(if $(IS_CLANG),,$(call TRY_RUN,$(TSAN)))),$(BUILD)/test_threads_tsan, \
-               'skip:the trainer under the thread sanitizer: needs g++ with OpenMP and with one that works here')
+              'skip:the trainer under the thread sanitizer: needs g++ with OpenMP and with one that works here')
 endif
 FUZZERS   := $(addprefix $(BUILD)/fuzz_,shard tokenizer safetensors json log flags)
 TEST_SCRIPTS := $(wildcard tests/test_*.py tests/test_*.sh)
 
 EMULATOR := $(wildcard dev/emulator/*.cpp dev/emulator/*.h dev/emulator/*.sh dev/emulator/nvtx3/*)
 # CUDA code through the emulator (dev/emulator), in its three builds; the fiber switch is written for x86-64.
-EMULATED := $(if $(filter x86_64,$(shell uname -m)),$(foreach test,$(patsubst tests/%.cu,%,$(wildcard tests/test_*.cu)), \
-              $(foreach mode,fast asan race,$(BUILD)/$(test)_$(mode))) $(BUILD)/ladders_race)
+EMULATED := $(if $(filter x86_64,$(shell uname -m)), \
+              $(foreach test,$(patsubst tests/%.cu,%,$(wildcard tests/test_*.cu)), \
+                $(foreach mode,fast asan race,$(BUILD)/$(test)_$(mode))) $(BUILD)/ladders_race)
 
-# CUDA code for a GPU: the card's own architecture, or GPU_ARCH=90, or else code for 8.0 and 9.0 and PTX for later ones.
+# CUDA code for a GPU: the card's own architecture, or GPU_ARCH=90, or else code for 8.0 and 9.0 and PTX for
+# later ones.
 NVCC     := $(or $(shell command -v nvcc 2>/dev/null),$(wildcard /usr/local/cuda/bin/nvcc))
 GPU_ARCH ?= $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .)
 GENCODE  := $(if $(GPU_ARCH),-gencode arch=compute_$(GPU_ARCH)$(COMMA)code=sm_$(GPU_ARCH), \
-              -gencode arch=compute_80$(COMMA)code=sm_80 -gencode arch=compute_90$(COMMA)code=[sm_90$(COMMA)compute_90])
+              -gencode arch=compute_80$(COMMA)code=sm_80 \
+              -gencode arch=compute_90$(COMMA)code=[sm_90$(COMMA)compute_90])
 # (1675: nvcc's front end does not know the CPU trainer's "GCC unroll", which the tests include.)
-NVFLAGS  := -std=c++17 -O3 -I. $(GENCODE) -diag-suppress 1675 -Xcompiler -Wall,-Wextra,-Wno-unknown-pragmas -lcublasLt -ldl
+NVFLAGS  := -std=c++17 -O3 -I. $(GENCODE) -diag-suppress 1675 -Xcompiler -Wall,-Wextra,-Wno-unknown-pragmas \
+              -lcublasLt -ldl
 
-.PHONY: all bench bench_gpu train train_emulated test test_gpu fuzz tidy tidy_cpu tidy_cuda ptxas doc paired help clean found need_nvcc
+.PHONY: all bench bench_gpu train train_emulated test test_gpu fuzz tidy tidy_cpu tidy_cuda ptxas doc paired \
+        help clean found need_nvcc
 all: found train_rdattnres_cpu
 
 found:
 	@echo "compiler: $(shell $(CXX) --version | head -n 1)"
-	@echo "OpenMP:   $(if $(OPENMP),found ($(OPENMP)),not found: one thread; on Debian apt-get install g++, on macOS brew install libomp)"
+	@echo "OpenMP:   $(if $(OPENMP),found ($(OPENMP)),not found: one thread; on Debian apt-get install g++, on \
+	  macOS brew install libomp)"
 	@echo "CPU code: $(if $(PORTABLE),portable,for this processor (-march=native); PORTABLE=1 for any)"
 
 # Every program is one source file plus headers; the compiler writes down which (-MMD).
@@ -82,7 +91,7 @@ $(BUILD)/test_%_asan: tests/test_%.cpp Makefile | $(BUILD)
 	$(CXX) $(FLAGS) $(OMPFLAGS) $(ASAN) -DFILL_NAN -MMD -MP -MF $@.d $< -o $@
 
 $(BUILD)/test_%_tsan: tests/test_%.cpp tests/openmp_threads.cpp Makefile | $(BUILD)
-	$(CXX) $(FLAGS) $(OMPFLAGS) $(TSAN) -MMD -MP -MF $@.d -c $< -o $@.o
+	$(CXX) $(FLAGS) $(OMPFLAGS) $(TSAN) -MMD -MP -MT $@ -MF $@.d -c $< -o $@.o
 	$(CXX) $(FLAGS) $(TSAN) tests/openmp_threads.cpp $@.o -o $@ -pthread
 	@rm $@.o
 
@@ -120,11 +129,12 @@ bench: $(BUILD)/bench
 
 # A trainer takes a flag once, so a target's --flag=value is left out where ARGS has the flag too.
 flag_of  = $(firstword $(subst =, ,$(1)))
-or_args  = $(foreach given,$(1),$(if $(filter $(call flag_of,$(given)) $(call flag_of,$(given))=%,$(ARGS)),,$(given))) $(ARGS)
+in_args  = $(filter $(1) $(1)=%,$(ARGS))
+or_args  = $(foreach given,$(1),$(if $(call in_args,$(call flag_of,$(given))),,$(given))) $(ARGS)
 
 # A small sibling of the tiny preset: every CUDA thread is played by the CPU, so a step takes seconds.
-SMALL   := --layers=2 --width=64 --heads=2 --ffn=96 --context=64 --batch=4 --steps=20 --warmup=2 --val-every=10 \
-             --val-tokens=1024 --sample-tokens=0 --out=runs/emulated
+SMALL   := --layers=2 --width=64 --heads=2 --ffn=96 --context=64 --batch=4 --steps=20 --warmup=2 \
+             --val-every=10 --val-tokens=1024 --sample-tokens=0 --out=runs/emulated
 train_emulated: $(BUILD)/train_emulated
 	$< $(call or_args,$(SMALL))
 
@@ -138,19 +148,22 @@ $(BUILD)/ladders_gpu: dev/cuda/ladders.cu Makefile | need_nvcc $(BUILD)
 	$(NVCC) $(NVFLAGS) -MMD -MP -MF $@.d $< -o $@
 
 need_nvcc:
-	$(if $(NVCC),,$(error no nvcc on this machine: install the CUDA Toolkit, or put its bin folder into PATH; the CPU \
-	  trainer (make) and the emulator (make train_emulated) need neither))
+	$(if $(NVCC),,$(error no nvcc on this machine: install the CUDA Toolkit, or put its bin folder into PATH; the \
+	  CPU trainer (make) and the emulator (make train_emulated) need neither))
 
 $(BUILD):
 	@mkdir -p $@
 
-# A thread that waits for the others keeps its core busy for a moment, then sleeps: spinning on, as OpenMP does by
-# itself, makes a run many times slower as soon as another program wants a core. (First g++'s name, then clang's.)
+# A thread that waits for the others keeps its core busy for a moment, then sleeps: spinning on, as OpenMP does
+# by itself, makes a run many times slower as soon as another program wants a core. (First g++'s name, then
+# clang's.)
 train: all
 	GOMP_SPINCOUNT=10000 KMP_BLOCKTIME=0 ./train_rdattnres_cpu $(call or_args,--out=runs/tiny)
 
-# Tests start many short programs, some with more threads than cores: threads that wait must not keep a core busy.
-test: all data/text_to_shards $(TESTS) $(filter $(BUILD)/%,$(SANITIZED)) $(EMULATED) $(if $(EMULATED),$(BUILD)/train_emulated)
+# Tests start many short programs, some with more threads than cores: threads that wait must not keep a core
+# busy.
+test: all data/text_to_shards $(TESTS) $(filter $(BUILD)/%,$(SANITIZED)) $(EMULATED) \
+      $(if $(EMULATED),$(BUILD)/train_emulated)
 	@OMP_WAIT_POLICY=passive bash tests/run.sh $(TESTS) $(SANITIZED) $(EMULATED) $(TEST_SCRIPTS)
 
 # libFuzzer on everything that reads files or text, FUZZ_SECONDS each; what it finds stays in build/fuzz.
@@ -171,13 +184,16 @@ test_gpu: all $(GPU_TESTS) $(BUILD)/test_run $(BUILD)/test_crash train_rdattnres
 	@nvidia-smi -L || { echo "no GPU: these tests need one; make test runs them through the emulator"; exit 1; }
 	@CUDA_TRAINER=./train_rdattnres bash tests/run.sh $(GPU_TESTS) tests/test_cuda_run.sh tests/test_cuda_crash.sh
 
-# Every rung of every kernel ladder, checked and timed on a real card: a table, and a JSON line each in bench_gpu.jsonl.
+# Every rung of every kernel ladder, checked and timed on a real card: a table, and a JSON line each in
+# bench_gpu.jsonl.
 bench_gpu: need_nvcc
-	@nvidia-smi -L 2>/dev/null || { echo "no GPU: times need one. Without: make $(BUILD)/ladders_race && $(BUILD)/ladders_race"; exit 1; }
+	@nvidia-smi -L 2>/dev/null || \
+	  { echo "no GPU: times need one. Without: make $(BUILD)/ladders_race && $(BUILD)/ladders_race"; exit 1; }
 	@$(MAKE) $(BUILD)/ladders_gpu
 	$(BUILD)/ladders_gpu $(ARGS)
 
-# Registers, spills, shared memory and occupancy of the kernels that training spends its time in; fails if one spills.
+# Registers, spills, shared memory and occupancy of the kernels that training spends its time in; fails if one
+# spills.
 ptxas: train_rdattnres.cu | need_nvcc
 	$(NVCC) $(NVFLAGS) -Xptxas -v -c $< -o /dev/null 2>&1 | python3 dev/ptxas.py $(ARGS)
 
@@ -199,15 +215,18 @@ help:
 	@echo "make fuzz               libFuzzer on every reader of files and flags, a minute each; FUZZ_SECONDS=600"
 	@echo "make tidy               clang-tidy: index arithmetic and mistakes of that kind"
 	@echo "make data/text_to_shards  the tool that turns text into token shards"
-	@echo "make train_rdattnres    the CUDA trainer; needs nvcc. GPU_ARCH=90 names the architecture; default: the card's,"
-	@echo "                        or code for 8.0 and 9.0 and PTX where there is no card"
+	@echo "make train_rdattnres    the CUDA trainer; needs nvcc. GPU_ARCH=90 names the architecture; default: the"
+	@echo "                        card's, or code for 8.0 and 9.0 and PTX where there is no card"
 	@echo "make train_emulated     the CUDA trainer without a GPU: a very small run; ARGS='--steps 3' changes it"
 	@echo "make test_gpu           the CUDA tests on a real card"
-	@echo "make ptxas              registers, spills, shared memory, occupancy of the kernels; fails if one spills; needs python3"
+	@echo "make ptxas              registers, spills, shared memory, occupancy of the kernels; fails if one"
+	@echo "                        spills; needs python3"
 	@echo "make paired             the paired experiment in small: runs, report, pictures; needs python3"
 	@echo "make doc                the symbol table and the picture, made again"
-	@echo "make bench              tokens/s, share of peak, memory of a training step, every arm; ARGS='small rd,block'"
-	@echo "make bench_gpu          the kernel ladders of dev/cuda on a real card: time and bandwidth of every rung; ARGS='adamw'"
+	@echo "make bench              tokens/s, share of peak, memory of a training step, every arm;"
+	@echo "                        ARGS='small rd,block'"
+	@echo "make bench_gpu          the kernel ladders of dev/cuda on a real card: time and bandwidth of every"
+	@echo "                        rung; ARGS='adamw'"
 	@echo "make clean              remove what was built (runs/ stays)"
 	@echo
 	@echo "switches: CXX=clang++   PORTABLE=1 (not only this processor)   NO_OMP=1 (one thread)"

@@ -29,8 +29,10 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <future>
 #include <map>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -2093,8 +2095,15 @@ struct Model {
   size_t chunk_rows = 0;                         // rows that the classifier works on at a time
   Activations<floatX> acts = {};
   InFlight in_flight[2] = {};  // while the GPU works on one micro-batch, the host fills the other
+  float* checkpoint_copy = nullptr;  // (3, num_elements), pinned: parameters and moments, for model_save
+  std::future<void> saving;          // the file that a thread writes from it
 };
 
+inline size_t checkpoint_copy_bytes(const Config& c) {
+  size_t elements = 0;
+  for (const TensorSpec& t : tensor_table(c)) elements += t.size();
+  return 3 * elements * sizeof(float);
+}
 inline void allocate_tensors(Tensors<float>& tensors, const Config& config, const char* family) {
   size_t total = 0;
   for (const TensorSpec& t : tensor_table(config)) total += t.size();
@@ -2263,6 +2272,9 @@ void model_create(Model<floatX>& m, const Config& config, size_t B, size_t T, ui
     CUDA_CHECK(cudaMallocHost(&batch.losses, B * T * sizeof(float)));
     CUDA_CHECK(cudaEventCreateWithFlags(&batch.done, cudaEventDisableTiming));
   }
+  if (cudaMallocHost(&m.checkpoint_copy, checkpoint_copy_bytes(config)) != cudaSuccess)
+    fatal(EXIT_ERROR, "out of host memory: the copy for checkpoints needs %s, pinned; lower the sizes of the"
+          " model", human_bytes(checkpoint_copy_bytes(config)).c_str());
   const std::vector<float> angles = rope_angles(T, config.HS());
   upload(reinterpret_cast<float*>(m.acts.rope_angles), angles.data(), angles.size());
   const std::vector<Fold> folds = fold_table(m);
@@ -2284,6 +2296,7 @@ void model_free(Model<floatX>& m) {
     CUDA_CHECK(cudaFreeHost(batch.losses));
     CUDA_CHECK(cudaEventDestroy(batch.done));
   }
+  CUDA_CHECK(cudaFreeHost(m.checkpoint_copy));
   m = Model<floatX>();
 }
 
@@ -2745,18 +2758,42 @@ std::vector<Family> checkpoint_families(Model<floatX>& m) {
   return {{"model.", &m.params}, {"adam_m.", &m.adam_m}, {"adam_v.", &m.adam_v}};
 }
 
+// Waits for the file of the last model_save, and ends the program if it could not be written. False: there was
+// nothing to wait for.
+template <class floatX>
+bool model_save_finish(Model<floatX>& m) {
+  if (!m.saving.valid()) return false;
+  try {
+    m.saving.get();
+  } catch (const Fatal& failed) {
+    fatal(failed.exit_code, "%s", failed.message.c_str());
+  }
+  return true;
+}
+
+// Copies parameters and moments to the host; a thread writes the file while training goes on. The thread shares
+// nothing that changes: path, metadata and tensors are its own copies, checkpoint_copy is left alone until
+// model_save_finish, and every thread has its own errno. It does not print, exit or call CUDA.
 template <class floatX>
 void model_save(Model<floatX>& m, const std::string& path, const std::map<std::string, std::string>& metadata) {
+  model_save_finish(m);
   std::vector<CheckpointTensor> tensors;
-  for (const Family& family : checkpoint_families(m))
+  float* copy = m.checkpoint_copy;
+  for (const Family& family : checkpoint_families(m)) {
+    download(copy, family.tensors->wte, m.num_elements);
     for (const TensorSpec& t : tensor_table(m.config)) {
       if (!t.present) continue;
-      const float* source = family.tensors->tensor(t.id);
+      const float* source = copy + (family.tensors->tensor(t.id) - family.tensors->wte);
       tensors.push_back(
           {std::string(family.prefix) + t.name, t.shape,
-           [source](size_t offset, size_t n, float* chunk) { download(chunk, source + offset, n); }});
+           [source](size_t offset, size_t n, float* chunk) { std::copy_n(source + offset, n, chunk); }});
     }
-  checkpoint_write(path, metadata, tensors);
+    copy += m.num_elements;
+  }
+  m.saving = std::async(std::launch::async, [=] {
+    background_thread = std::this_thread::get_id();  // model_save_finish passes its error on
+    checkpoint_write(path, metadata, tensors);
+  });
 }
 
 // Parameters, and the moments too if `with_moments` (resuming; without: starting from given weights). Ends the
@@ -2978,6 +3015,7 @@ static void print_start(const Run<floatX>& run) {
   if (!o.quiet) printf("%s\n", settings_table(o).c_str());
   printf("%s%s", model_table(run.config).c_str(),
          memory_table(memory_lines<floatX>(run.config, o.batch, o.recompute)).c_str());
+  printf("  %-24s%12s\n", "checkpoint, on the host", human_bytes(checkpoint_copy_bytes(run.config)).c_str());
   size_t free = 0, total = 0;
   CUDA_CHECK(cudaMemGetInfo(&free, &total));
   printf("GPU         %s, %s free of %s; largest batch that fits: %zu\n", device.properties.name,
@@ -3031,14 +3069,23 @@ static void sample(Run<floatX>& run, Log& log) {
   log.write(Event("sample").add("step", run.step).add("text", text));
 }
 
+// The CPU trainer's save() in two halves. Between them the file is written, and train_step runs, but nothing
+// else: no line is printed or logged and run.step stays, so all is said and deleted in the CPU trainer's order.
 template <class floatX>
-static void save(Run<floatX>& run, Log& log) {
+static void finish_save(Run<floatX>& run, Log& log) {
+  if (!model_save_finish(run.model)) return;
+  before_fatal = nullptr;
   const Options& o = run.options;
   const std::string path = checkpoint_path(o.out, run.step);
-  model_save(run.model, path, run_metadata(o, run.config, run));
   delete_old_checkpoints(o.out, o.keep);
   printf("saved  %s\n", path.c_str());
   log.write(Event("checkpoint").add("step", run.step).add("path", path));
+}
+template <class floatX>
+static void save(Run<floatX>& run, Log& log) {
+  const Options& o = run.options;
+  model_save(run.model, checkpoint_path(o.out, run.step), run_metadata(o, run.config, run));
+  before_fatal = [&] { finish_save(run, log); };  // should train_step end the program
 }
 
 // From the settled flags to the end of the run. checkpoint: to go on from, to start from, or none.
@@ -3093,6 +3140,7 @@ static int run_training(const Options& options, Checkpoint& checkpoint, const ch
     const double lr = learning_rate(run.step, o.steps, o.warmup, o.lr, o.min_lr_ratio), before = seconds_now();
     const StepResult result = train_step(run.model, run.data.train, o, run.position, run.step + 1, lr);
     const double seconds = seconds_now() - before;
+    finish_save(run, log);  // what was saved before the step
     run.step++, run.tokens += o.total_batch, run.position += examples;
     if (run.step > first_step + 1) timed += seconds;
     const double each = run.step > first_step + 1 ? timed / double(run.step - first_step - 1) : -1;
@@ -3105,6 +3153,7 @@ static int run_training(const Options& options, Checkpoint& checkpoint, const ch
     profile.on = false;  // what happens between steps is not looked at
     if (++profiled == o.profile) printf("%s", profile.finish(profiled).c_str());
   }
+  finish_save(run, log);  // the last checkpoint
   if (profiled > 0 && profiled < o.profile) printf("%s", profile.finish(profiled).c_str());  // a short run
   if (o.profile > 0 && profiled == 0) printf("profile: no step after the two of the warm-up\n");
   const double seconds = seconds_now() - start;

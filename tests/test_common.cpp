@@ -39,6 +39,32 @@ static void test_check() {
   }
   fatal_throws = false;
 
+  TEST("what must be done before the end is done once, before the error, and may itself fail");
+  const Outcome late = in_child([] {
+    before_fatal = [] { printf("saved\n"); };
+    fatal(7, "too late");
+  });
+  CHECK_EQ(late.status, 7);
+  CHECK_EQ(late.out + late.err, "saved\nerror: too late\n");
+  CHECK(refuses(in_child([] {
+                  before_fatal = [] { fatal(3, "disk full"); };
+                  fatal(7, "not finite");
+                }), 3, "disk full"));
+
+  TEST("an error in the background thread is an exception there, and the end elsewhere");
+  std::string message;
+  std::thread background([&] {
+    background_thread = std::this_thread::get_id();
+    try {
+      fatal(2, "caught");
+    } catch (const Fatal& error) {
+      message = error.message;
+    }
+  });
+  background.join();
+  CHECK_EQ(message, "caught");
+  CHECK(refuses(in_child([] { fatal(1, "not caught"); }), 1, "not caught"));
+
   TEST("sizes that do not fit in 64 bits are refused, not wrapped");
   const size_t big = size_t(1) << 32;
   CHECK_EQ(checked_mul(big - 1, big + 1, "x"), SIZE_MAX);
@@ -407,7 +433,8 @@ static void test_log() {
   CHECK(refuses(in_child([&] { Log log(folder / "none"); }), 1, "none/log.jsonl: cannot open: No such file"));
   const std::string kept = "{\"event\":\"step\",\"step\":1}\n";
   std::string long_log;
-  while (long_log.size() < 10000) long_log += kept;  // longer than what the child prints, which has the same limit
+  // Longer than what the child prints, which has the same limit.
+  while (long_log.size() < 10000) long_log += kept;
   write_file(folder / "new/log.jsonl", long_log);
   const auto limited = [&](size_t more) {
     return in_child([&] {

@@ -230,6 +230,14 @@ template <class X> void test_route(const BlockShape& s, size_t BT, double deviat
   gpu::route_backward_bank<X>(bank, dw, dh, delta, gpu::Sources<X>{slots, rstd, s.S, s.first}, p, w, list,
                               false, rows, BT, C, ldp);
   compare<X>("dbank", bank.numbers(), plain.dbank, want.dbank, unit);
+  {  // `first` overwrites what was there, with however many visits: the same bits as adding to zeros
+    Array<X> zeros(Numbers(K * BT * C, 0)), nothing(Numbers(K * BT * C, NAN));
+    Array<float> unused(Numbers(routes * C, 0));
+    const gpu::Sources<X> finished{slots, rstd, s.S, s.first};
+    gpu::route_backward_bank<X>(zeros, unused, dh, delta, finished, p, w, list, false, rows, BT, C, ldp);
+    gpu::route_backward_bank<X>(nothing, unused, dh, delta, finished, p, w, list, true, rows, BT, C, ldp);
+    CHECK(nothing.numbers() == zeros.numbers());
+  }
   gpu::fold_gain_backward(dw, device_folds, routes, C);
   size_t f = 0;
   for (size_t n = 0; n < sites.size(); n++) {
@@ -774,7 +782,7 @@ template <class X> void test_all() {
   test_route<X>({576, 4, 24, 4, false, 1, false}, 7);  // as in presets s and m
   test_route<X>({832, 6, 42, 6, true, 1, false}, 5);
   test_route<X>({264, 4, 4, 4, false, 1, true}, 6), test_route<X>({1024, 2, 2, 2, true, 1, false}, 5);
-  test_route<X>({1032, 2, 2, 2, true, 1, false}, 5);
+  test_route<X>({1032, 4, 4, 4, true, 1, false}, 5);  // 7 routes, two groups: wide rows go four at a time
   test_walks<X>(131, 48), test_walks<X>(29, 264);
   test_rmsnorm<X>(37, 48), test_rmsnorm<X>(5, 832);
   test_matmul<X>(37, 48, 96), test_matmul<X>(20, 576, 64);

@@ -231,7 +231,8 @@ def test_text_to_shards():
             assert sorted(sum((result[s] for s in splits.split()), [])) == sorted(a), flags
             assert result["train"] == [], flags
         convert(text, "--shard-tokens", "2147483647", "--max-document", "1073741824")
-        for flag, value in (("--shard-tokens", 2 ** 31), ("--max-document", 2 ** 30 + 1), ("--max-document", 0)):
+        for flag, value in (("--shard-tokens", 2 ** 31), ("--max-document", 2 ** 30 + 1),
+                            ("--max-document", 0)):
             convert(text, flag, str(value), status=2, says=flag)
 
     with case("separators and characters across the edges of the pieces in which a file is read"):
@@ -567,8 +568,8 @@ def test_fineweb_edu_py():
         assert sorted(sum(found.values(), [])) == sorted(documents + [b"a?b"])
         for split, mine in found.items():
             size = sum(map(len, mine))
-            assert (f"{split:5} {len(mine):9} documents {size:13} bytes {size + len(mine):12} tokens in 1 shard\n"
-                    in text), text
+            assert (f"{split:5} {len(mine):9} documents {size:13} bytes {size + len(mine):12} tokens in 1 "
+                    "shard\n" in text), text
         # It stops with the batch (some 260,000 characters) that reaches the number, not before and soon after.
         text = tokenize(folder, *flags, "--max-tokens", 270_000, "--name", "some")
         some = everything(folder + "/out", "some")

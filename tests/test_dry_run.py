@@ -1,5 +1,5 @@
-"""test_dry_run.py - what --dry-run prints for models that no machine holds, against Python's integers, which have
-no end: parameters, memory and arithmetic on both sides of 2^31, 2^32 and far beyond, in both trainers.
+"""test_dry_run.py - what --dry-run prints for models that no machine holds, against Python's integers, which
+have no end: parameters, memory and arithmetic on both sides of 2^31, 2^32 and far beyond, in both trainers.
 """
 import os
 import re
@@ -148,7 +148,8 @@ def main():
                     text = dry_run(program, c, folder)
                 print("     %s parameters" % format(check(text, c, gpu), ","))
     for c in (TEN_BILLION, GPU_TEN_BILLION):
-        with case("%d layers of width %d: 10B parameters, and their tokens are 1e12" % (c["layers"], c["width"])):
+        with case("%d layers of width %d: 10B parameters, and their tokens are 1e12"
+                  % (c["layers"], c["width"])):
             want = expected(c)
             assert abs(want["embedding"] + want["layers"] + want["routes"] - 10e9) < 0.02e9
             assert abs(c["steps"] * c["batch"] * c["context"] - 10**12) < 10**6

@@ -992,8 +992,8 @@ void test_adamw() {
   }
 }
 
-// A million updates one after the other, each at the schedule's rate, beside the same loop in double. A step rounds
-// the parameter once and the update a few times; decay lets old errors fade. `bound` adds that up.
+// A million updates one after the other, each at the schedule's rate, beside the same loop in double. A step
+// rounds the parameter once and the update a few times; decay lets old errors fade. `bound` adds that up.
 void test_million_steps() {
   TEST("AdamW over a million steps of a schedule does not drift from the same loop in double");
   constexpr size_t N = 3, STEPS = 1000000;
@@ -1021,8 +1021,8 @@ void test_million_steps() {
     CHECK_CLOSE(m[i], exact_m[i], ROUNDINGS * epsilon<float>() / 0.1 * size[i]);
     CHECK_CLOSE(v[i], exact_v[i], ROUNDINGS * epsilon<float>() / 0.05 * size[i] * size[i]);
   }
-  printf("  parameters %.6g %.6g %.6g; error at most %.2f of what rounding allows\n", double(p[0]), double(p[1]),
-         double(p[2]), worst);
+  printf("  parameters %.6g %.6g %.6g; error at most %.2f of what rounding allows\n", double(p[0]),
+         double(p[1]), double(p[2]), worst);
 }
 
 // Every softmax of the model at once: routes, attention and classifier with logits past 1e4, then the sampler.
@@ -1052,8 +1052,8 @@ void test_extremes() {
       for (size_t row = 0; site.K > 1 && row < site.R * BT; row++, reads++)
         one_hot += *std::max_element(site.p + row * site.K, site.p + (row + 1) * site.K) == 1;
     }
-    printf("  loss %.4g, logits to %.3g, scores to %.3g, %zu of %zu reads one-hot\n", loss, largest, score, one_hot,
-           reads);
+    printf("  loss %.4g, logits to %.3g, scores to %.3g, %zu of %zu reads one-hot\n", loss, largest, score,
+           one_hot, reads);
     CHECK(std::isfinite(loss) && loss > 1e3 && largest > 1e4 && score > 1e4);
     CHECK(2 * one_hot >= reads);
     CHECK_EQ(Float::find_non_finite(c, m.grads), "");

@@ -37,7 +37,8 @@ static void reference_run() {
   }
   // Step n of the log, counted from 1, trained at step n - 1 of the schedule; the log keeps the tokens seen.
   check_ok(train("warm", "--steps 8 --warmup 3 --min-lr-ratio 0.2"));
-  const std::vector<std::string> rates = log_field("warm", "step", "lr"), seen = log_field("warm", "step", "tokens");
+  const std::vector<std::string> rates = log_field("warm", "step", "lr"),
+                                 seen = log_field("warm", "step", "tokens");
   CHECK_EQ(rates.size(), 8u);
   for (size_t n = 0; n < rates.size(); n++) {
     CHECK_CLOSE(std::stod(rates[n]), learning_rate(n, 8, 3, 0.01, 0.2), 1e-15);
@@ -65,7 +66,8 @@ static void threads() {
 
 static void resuming() {
   TEST("20 steps = 10 + resume + 10, bit for bit, across shard and epoch edges, with accumulation");
-  shell("mkdir " + folder + "/half && cp " + folder + "/whole/log.jsonl " + checkpoint_of("whole", 10) + " " + folder + "/half/");
+  shell("mkdir " + folder + "/half && cp " + folder + "/whole/log.jsonl " + checkpoint_of("whole", 10) + " " +
+        folder + "/half/");
   check_ok(shell(std::string(TRAINER) + " --resume " + folder + "/half"));
   CHECK(same_bits(checkpoint_of("half", 20), checkpoint_of("whole", 20)));
   CHECK(log_field("half", "step", "loss") == log_field("whole", "step", "loss"));
@@ -96,7 +98,8 @@ static void stopping() {
 
 static void looking() {
   TEST("validation, samples and checkpoints on the way change nothing");
-  check_ok(train("watched", "--steps 20 --val-every 3 --sample-every 4 --sample-tokens 9 --checkpoint-every 7 --keep 1"));
+  check_ok(train("watched", "--steps 20 --val-every 3 --sample-every 4 --sample-tokens 9 --checkpoint-every 7"
+                            " --keep 1"));
   CHECK(same_bits(checkpoint_of("watched", 20), checkpoint_of("whole", 20)));
   CHECK(log_field("watched", "step", "loss") == log_field("whole", "step", "loss"));
   CHECK_EQ(log_field("watched", "val", "loss").size(), 8u);  // steps 0, 3, .., 18 and the end
@@ -106,14 +109,69 @@ static void looking() {
   CHECK(access(checkpoint_of("watched", 20).c_str(), F_OK) == 0);
 }
 
+// Every line of a log as "event step".
+static std::vector<std::string> log_order(const std::string& out) {
+  std::vector<std::string> order;
+  std::istringstream log(read_file(folder + "/" + out + "/log.jsonl"));
+  for (std::string line; std::getline(log, line);) {
+    Json event;
+    if (!CHECK_EQ(JsonParser::parse(line, &event), "")) continue;
+    const Json* step = event.find("step");
+    order.push_back(event.find("event")->text + (step ? " " + step->text : ""));
+  }
+  return order;
+}
+// The CUDA trainer writes a checkpoint during the next step; nobody is to see that.
+static void saving() {
+  TEST("log and screen name a checkpoint before the step after it");
+  const std::string flags = " --checkpoint-every 2 --val-every 2 --keep 1 --warmup 0 --min-lr-ratio 1";
+  const Result result = train("saving", "--steps 4" + flags);
+  check_ok(result);
+  const std::vector<std::string> expected = {
+      "config",       "val 0",  "routes 0", "step 1", "step 2", "val 2",    "routes 2",
+      "checkpoint 2", "step 3", "step 4",   "val 4",  "routes 4", "checkpoint 4", "done 4"};
+  if (!CHECK(log_order("saving") == expected))
+    for (const std::string& event : log_order("saving")) printf("  %s\n", event.c_str());
+  size_t at = 0;
+  for (const std::string& text : {std::string("step 2/4 "), "saved  " + checkpoint_of("saving", 2),
+                                  std::string("step 3/4 "), std::string("step 4/4 "),
+                                  "saved  " + checkpoint_of("saving", 4), std::string("done ")})
+    if (!CHECK(at != std::string::npos && (at = result.text.find(text, at)) != std::string::npos)) {
+      printf("  not found, or too early: %s\n%s\n", text.c_str(), result.text.c_str());
+      break;
+    }
+  CHECK_EQ(shell("ls " + folder + "/saving | grep -c safetensors").text, std::string("1\n"));
+
+  TEST("a checkpoint on the way holds the bits of a run that ends there");
+  check_ok(train("goes_on", "--steps 3 --checkpoint-every 1 --warmup 0 --min-lr-ratio 1"));
+  for (const size_t step : {1, 2}) {
+    const std::string ends = format("ends_%zu", step);
+    check_ok(train(ends, format("--steps %zu --warmup 0 --min-lr-ratio 1", step)));
+    CHECK(same_bits(checkpoint_of("goes_on", step), checkpoint_of(ends, step)));
+  }
+
+  TEST("a checkpoint that cannot be written ends the run before the next step counts; the last one is left");
+  shell("mkdir -p " + checkpoint_of("blocked", 4) + ".tmp");
+  const Result blocked = train("blocked", "--steps 6" + flags);
+  CHECK_EQ(blocked.status, 1);
+  const std::string message = "error: " + checkpoint_of("blocked", 4) + ".tmp: cannot create: Is a directory\n";
+  if (!CHECK(blocked.text.size() > message.size() &&
+             blocked.text.compare(blocked.text.size() - message.size(), message.size(), message) == 0))
+    printf("%s\n", blocked.text.c_str());
+  const std::vector<std::string> order = log_order("blocked");
+  CHECK(!order.empty() && order.back() == "routes 4");
+  CHECK_EQ(tensors(checkpoint_of("blocked", 2)).size(), 3u * 17u);
+}
+
 static void reloading() {
   TEST("a new process reloads the checkpoint and finds the same validation loss, bit for bit, for any batch");
   const std::vector<std::string> loss = log_field("whole", "val", "loss");
   CHECK_EQ(loss.size(), 1u);
   for (const char* batch : {"1", "2", "5"}) {
     const std::string out = std::string("reload") + batch;
-    check_ok(shell(std::string(TRAINER) + " --init-from " + checkpoint_of("whole", 20) + " --val '" + folder + "/val_*.bin'" +
-                   " --steps 0 --sample-tokens 0 --val-tokens 400 --batch " + batch + " --out " + folder + "/" + out));
+    check_ok(shell(std::string(TRAINER) + " --init-from " + checkpoint_of("whole", 20) + " --val '" + folder +
+                   "/val_*.bin' --steps 0 --sample-tokens 0 --val-tokens 400 --batch " + batch + " --out " +
+                   folder + "/" + out));
     CHECK(log_field(out, "val", "loss") == loss);
   }
   TEST("--steps 0 writes a checkpoint, with the weights it started from");
@@ -125,9 +183,9 @@ static void reloading() {
 static void pairing() {
   TEST("rd, block and residual: the same weights and batches, so the first loss agrees up to eps");
   const double rd = first_loss("whole");
-  // At zero queries a mix is the residual stream over K <= 3 sources. The norm takes the 1/K out again but for its
-  // eps, which then weighs K^2 eps / (2 mean(h^2)) < 1% of logits whose size is 0.1: a thousandth of a nat. Other
-  // batches or weights differ by ten times that.
+  // At zero queries a mix is the residual stream over K <= 3 sources. The norm takes the 1/K out again but for
+  // its eps, which then weighs K^2 eps / (2 mean(h^2)) < 1% of logits whose size is 0.1: a thousandth of a nat.
+  // Other batches or weights differ by ten times that.
   for (const char* arch : {"block", "residual"}) {
     check_ok(train(arch, std::string("--steps 2 --arch ") + arch));
     printf("  rd %.9g, %s %.9g\n", rd, arch, first_loss(arch));
@@ -152,7 +210,8 @@ static void refusing() {
     {"a token past the vocabulary", "--steps 1 --vocab 100", "expected less than the vocabulary's 100", 1},
     {"a prompt the tokenizer cannot fit", "--steps 0 --tokenizer /nowhere/t.bin", "/nowhere/t.bin", 1},
     {"a checkpoint that is not one", "--steps 1 --init-from Makefile", "Makefile", 1},
-    {"a validation of less than one window", "--steps 1 --val-tokens 36", "--val-tokens: got 36, expected at least one window", 2},
+    {"a validation of less than one window", "--steps 1 --val-tokens 36",
+     "--val-tokens: got 36, expected at least one window", 2},
     {"a folder that cannot be made", "--steps 1 --out /proc/x/y", "/proc/x", 1},
   };
   for (const Case& c : cases) {
@@ -166,12 +225,14 @@ static void refusing() {
   TEST("a validation of exactly one window, or without a split to validate on, is none of those");
   check_ok(train("one_window", "--steps 0 --val-tokens 37"));
   CHECK(log_field("one_window", "val", "count") == std::vector<std::string>{"37"});
-  check_ok(shell(std::string(TRAINER) + " --dry-run --val-tokens 36 --context 37 --train '" + folder + "/train_*.bin'"));
+  check_ok(shell(std::string(TRAINER) + " --dry-run --val-tokens 36 --context 37 --train '" + folder +
+                 "/train_*.bin'"));
 
   TEST("a second run in the same folder refuses, and the first is untouched");
   shell("mkdir -p " + folder + "/locked");
   const std::string hold = "flock -n " + folder + "/locked/lock -c '";
-  const Result second = shell(hold + command("locked", "--steps 1 --train " + folder + "/train_0.bin --val " + folder + "/val_0.bin") + "'");
+  const std::string one_shard = "--steps 1 --train " + folder + "/train_0.bin --val " + folder + "/val_0.bin";
+  const Result second = shell(hold + command("locked", one_shard) + "'");
   if (second.status == 127) SKIP("no flock program");
   CHECK_EQ(second.status, 1);
   CHECK(second.text.find("in use by another run") != std::string::npos);
@@ -186,7 +247,8 @@ static void refusing() {
     fatal_if(good.try_open(checkpoint_of("whole", 20)));
     std::map<std::string, std::vector<float>> values = tensors(checkpoint_of("whole", 20));
     std::vector<float>& bad = values[std::string("model.") + poison.tensor];
-    for (size_t i = bad.size() / 3; i < bad.size() / 3 * 2; i++) bad[i] = poison.value;  // the middle of three layers
+    const size_t third = bad.size() / 3;  // the middle one of three layers
+    for (size_t i = third; i < third * 2; i++) bad[i] = poison.value;
     std::vector<CheckpointTensor> rewritten;
     for (const auto& entry : good.tensors) {
       const std::vector<float>& from = values[entry.first];
@@ -197,7 +259,8 @@ static void refusing() {
     checkpoint_write(folder + "/poisoned.safetensors", good.metadata, rewritten);
     const Result stopped = train("diverged", "--steps 5 --init-from " + folder + "/poisoned.safetensors");
     CHECK_EQ(stopped.status, 1);
-    if (!CHECK(stopped.text.find(std::string("first bad number in ") + poison.blamed) != std::string::npos)) printf("%s\n", stopped.text.c_str());
+    if (!CHECK(stopped.text.find(std::string("first bad number in ") + poison.blamed) != std::string::npos))
+      printf("%s\n", stopped.text.c_str());
     CHECK(stopped.text.find("step 1:") != std::string::npos);
     CHECK_EQ(shell("ls " + folder + "/diverged | grep -c safetensors").text, std::string("0\n"));
   }
@@ -214,6 +277,22 @@ static void refusing() {
            saved + "\n");
   check_ok(
       shell(std::string(TRAINER) + " --resume " + folder + "/ruined --steps 21 --lr 0.01 --weight-decay 0.1"));
+
+  TEST("a run that diverges ends after the last step's checkpoint is safe, on the screen and in the log");
+  const Result diverged = train(
+      "diverging", "--steps 40 --init-from " + checkpoint_of("whole", 20) +
+                       " --warmup 0 --lr 100 --weight-decay 100 --checkpoint-every 1 --keep 1");
+  CHECK_EQ(diverged.status, 1);
+  const std::vector<std::string> events = log_order("diverging");
+  const size_t last = log_field("diverging", "step", "step").size();
+  CHECK(last > 0 && events.back() == format("checkpoint %zu", last));
+  const std::string saved_line = "saved  " + checkpoint_of("diverging", last) + "\n";
+  if (!CHECK(diverged.text.find(saved_line + format("error: step %zu:", last + 1)) != std::string::npos))
+    printf("%s\n", diverged.text.c_str());
+  CHECK_EQ(shell("ls " + folder + "/diverging | grep ckpt_").text,
+           checkpoint_of("diverging", last).substr((folder + "/diverging/").size()) + "\n");
+  for (const auto& entry : tensors(checkpoint_of("diverging", last)))
+    CHECK(std::all_of(entry.second.begin(), entry.second.end(), [](float x) { return std::isfinite(x); }));
 
   TEST("--dry-run prints the sizes of a model that no machine holds, and writes nothing");
   const Result dry = train("dry", std::string("--dry-run --layers 4096 --ffn 1048576 --vocab 65536 ") +
@@ -288,8 +367,8 @@ static void long_run() {
     return;
   }
   const std::string flags =
-      "--layers 1 --width 16 --heads 1 --ffn 16 --context 8 --batch 1 --total-batch 8 --steps 10000 --val-every 500"
-      " --val-tokens 64 --sample-every 500 --sample-tokens 8 --checkpoint-every 500";
+      "--layers 1 --width 16 --heads 1 --ffn 16 --context 8 --batch 1 --total-batch 8 --steps 10000"
+      " --val-every 500 --val-tokens 64 --sample-every 500 --sample-tokens 8 --checkpoint-every 500";
   Process run("env OMP_NUM_THREADS=1 " + command("long", flags), folder + "/long.txt");
   const auto past = [](size_t step) { return access(checkpoint_of("long", step).c_str(), F_OK) == 0; };
   // Writing a checkpoint takes a buffer for a moment: the least of many looks is what is held between.
@@ -332,9 +411,9 @@ static void sampling_like_the_cpu() {
     for (int cpu : {0, 1}) {
       const std::string out = std::string(cpu ? "sample_cpu" : "sample_gpu") + temperature;
       check_ok(shell((cpu ? CPU_TRAINER : std::string(TRAINER) + " --dtype fp32") + " --init-from " +
-                     checkpoint_of("bytes", 20) + " --val '" + folder + "/val_*.bin' --val-tokens 37 --steps 0" +
-                     " --prompt 'Once upon' --sample-tokens 60 --temperature " + temperature + " --out " + folder +
-                     "/" + out));
+                     checkpoint_of("bytes", 20) + " --val '" + folder +
+                     "/val_*.bin' --val-tokens 37 --steps 0 --prompt 'Once upon' --sample-tokens 60" +
+                     " --temperature " + temperature + " --out " + folder + "/" + out));
       texts[cpu] = log_field(out, "sample", "text");
     }
     if (CHECK_EQ(texts[0].size(), 1u)) printf("  temperature %s: %s\n", temperature, texts[0][0].c_str());
@@ -372,8 +451,11 @@ int main(int argc, char** argv) {
   resuming();
   stopping();
   looking();
+  saving();
   refusing();
-  if (on_cpu()) reloading(), pairing(), large_numbers(), long_run(), sizes();  // too many steps for the emulator
-  else running_out_of_memory(), sampling_like_the_cpu();
+  if (on_cpu())  // too many steps for the emulator
+    reloading(), pairing(), large_numbers(), long_run(), sizes();
+  else
+    running_out_of_memory(), sampling_like_the_cpu();
   return finish();
 }

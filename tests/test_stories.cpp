@@ -18,8 +18,8 @@ const StorySplit SPLITS[] = {StorySplit::train, StorySplit::val, StorySplit::tes
 
 // ---- a reader ------------------------------------------------------------------------------------------
 // Reads sentences one after the other, keeps track of the world they tell of, and answers questions about it.
-// It works from the words alone. `broken` says what cannot be so: somebody takes what lies elsewhere, gives what
-// they do not have.
+// It works from the words alone. `broken` says what cannot be so: somebody takes what lies elsewhere, gives
+// what they do not have.
 struct Reader {
   std::map<std::string, std::string> holder;  // of a thing
   std::map<std::string, std::string> place;   // of a person or a thing
@@ -87,8 +87,8 @@ std::vector<Line> sentences_of(const std::string& story) {
   return all;
 }
 
-// The number of the last sentence without which the answer would be another, counted back from the question: 1 is
-// the last sentence. 0: no single one decides.
+// The number of the last sentence without which the answer would be another, counted back from the question:
+// 1 is the last sentence. 0: no single one decides.
 size_t distance(const std::vector<std::string>& facts, const std::string& question) {
   Reader whole;
   for (const std::string& fact : facts) whole.read(fact);
@@ -158,7 +158,8 @@ void test_shape() {
         std::string answer;
         for (size_t t = q.begin; t < q.end; t++) answer += char(tokens[t]);
         CHECK_EQ(answer, q.answer);
-        CHECK(q.begin > last && tokens[q.begin - 1] == ' ' && tokens[q.end] == '.' && tokens[q.end + 1] == '\n');
+        CHECK(q.begin > last && tokens[q.begin - 1] == ' ');
+        CHECK(tokens[q.end] == '.' && tokens[q.end + 1] == '\n');
         last = q.end;
       }
       if (length == LENGTH) longest = std::max(longest, tokens.size()), bytes += tokens.size();
@@ -237,13 +238,14 @@ void test_guessing() {
   size_t different = 0;
   for (const auto& question : by_question) {
     double n = 0, most = 0;
-    for (const auto& answer : question.second) n += double(answer.second), most = std::max(most, double(answer.second));
+    for (const auto& answer : question.second)
+      n += double(answer.second), most = std::max(most, double(answer.second));
     if (n < 100) continue;
     different++;
     worst = std::max(worst, (most / n - CHANCE) / std::sqrt(CHANCE * (1 - CHANCE) / n));
   }
-  printf("     %zu wordings: the best answer to each exceeds 1/6 by %.1f standard deviations at most\n", different,
-         worst);
+  printf("     %zu wordings: the best answer to each exceeds 1/6 by %.1f standard deviations at most\n",
+         different, worst);
   CHECK(different == 18 && worst < 5);
 }
 

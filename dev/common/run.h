@@ -1,6 +1,7 @@
 // run.h - the folder of a run: who may write to it, its checkpoints, and how a run is stopped.
 #pragma once
 #include <algorithm>
+#include <atomic>
 #include <csignal>
 
 #include <dirent.h>
@@ -148,7 +149,8 @@ inline std::string move_earlier_run(const std::string& folder) {
 // ---- stopping ------------------------------------------------------------------------------------------
 // Ctrl-C and SIGTERM ask the loop to stop after its step, so that it can save. The second one ends the program
 // at once, with the exit status of a program killed by Ctrl-C; files on the disk are whole at any moment.
-inline volatile sig_atomic_t stop_requested = 0;
+inline std::atomic<int> stop_requested{0};  // the handler runs on whatever thread the signal comes to
+static_assert(std::atomic<int>::is_always_lock_free, "a signal handler must not wait for a lock");
 
 inline void request_stop(int) {
   if (stop_requested) _exit(130);
