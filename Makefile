@@ -176,7 +176,8 @@ tidy: tidy_cpu tidy_cuda
 tidy_cpu:
 	clang-tidy --quiet train_rdattnres_cpu.cpp data/text_to_shards.cpp -- -std=c++17 -I. -Wno-unknown-pragmas
 tidy_cuda:
-	clang-tidy --quiet --checks='-clang-analyzer-*' train_rdattnres.cu -- -x c++ -std=c++17 -Idev/emulator -I. -Wno-unknown-pragmas
+	clang-tidy --quiet --checks='-clang-analyzer-*' train_rdattnres.cu -- \
+	  -x c++ -std=c++17 -Idev/emulator -I. -Wno-unknown-pragmas
 
 # The same CUDA tests on a real card.
 GPU_TESTS := $(BUILD)/test_cuda_layers_gpu $(BUILD)/test_cuda_model_gpu

@@ -1,9 +1,9 @@
 // test_cuda_layers.cu - every layer of train_rdattnres.cu, forward and backward, against the CPU functions in
 // double.
 //
-// `want`, `plain` and `got` are those of device.h: the CPU functions in double and in float, and the kernel. Where
-// the kernel rounds in the middle (bf16 attention), `plain` is a loop that rounds at the same points. Runs on a GPU
-// (nvcc) or through the emulator, in several thread orders.
+// `want`, `plain` and `got` are those of device.h: the CPU functions in double and in float, and the kernel.
+// Where the kernel rounds in the middle (bf16 attention), `plain` is a loop that rounds at the same points. Runs
+// on a GPU (nvcc) or through the emulator, in several thread orders.
 #define TESTING
 #define CPU_NAMESPACE cpu_double
 #define REAL double
@@ -669,9 +669,9 @@ void test_block(const Config& c, size_t first) {
               first / c.S + 1));
   test_blocks(c, first, first + c.S);
 }
-// A whole network against the figures of dev/doc/rdattnres.md, section 8: forward, and a backward that would find
-// every mix and its delta kept. Here no mix is kept, which saves one for each route and site of memory and costs a
-// second reading of the sources, and the norm's backward is folded in: dx comes in, x and dh go out.
+// A whole network against the figures of dev/doc/rdattnres.md, section 8: forward, and a backward that would
+// find every mix and its delta kept. Here no mix is kept, which saves one for each route and site of memory and
+// costs a second reading of the sources, and the norm's backward is folded in: dx comes in, x and dh go out.
 void test_network(Arch arch, double forward, double backward_if_kept) {
   TEST(format("traffic of 16 layers in 8 blocks, %s", ARCH_NAMES[int(arch)]));
   Config c;

@@ -4,8 +4,8 @@
 seconds=$1
 shift
 if ! command -v clang++ >/dev/null; then
-  echo "error: make fuzz needs clang++ with libFuzzer (Debian: apt-get install clang). Without it, make test runs"
-  echo "the same targets, and FUZZ_RUNS=1000000 build/test_fuzz_asan runs them for longer"
+  echo "error: make fuzz needs clang++ with libFuzzer (Debian: apt-get install clang). Without it, make test"
+  echo "runs the same targets, and FUZZ_RUNS=1000000 build/test_fuzz_asan runs them for longer"
   exit 1
 fi
 build/test_fuzz_asan --seeds build/fuzz || exit 1
