@@ -260,6 +260,7 @@ extern "C" void __tsan_write_range(void* p, size_t n) { emu::check(p, n, emu::Ac
   ATOMIC(bits##_exchange, __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST), (T* p, T v, int))                 \
   ATOMIC(bits##_fetch_add, __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST), (T* p, T v, int))                 \
   ATOMIC(bits##_fetch_sub, __atomic_fetch_sub(p, v, __ATOMIC_SEQ_CST), (T* p, T v, int))                 \
+  ATOMIC(bits##_fetch_or, __atomic_fetch_or(p, v, __ATOMIC_SEQ_CST), (T* p, T v, int))                   \
   ATOMIC(bits##_compare_exchange_strong, compare_exchange(p, before, v), (T* p, T* before, T v, int, int)) \
   ATOMIC(bits##_compare_exchange_weak, compare_exchange(p, before, v), (T* p, T* before, T v, int, int))
 template <class T> static int compare_exchange(T* p, T* before, T v) {
