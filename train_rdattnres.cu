@@ -942,9 +942,9 @@ void route_backward(
 // sources, their gradients and dw of all routes are in its registers. w, dh, and the next token's dh, which is
 // on its way, lie in shared memory: four sources share a look at them. What has to be summed over channels,
 // dh . s_j and w . s_j, crosses the block in `parts`; the resulting weights come back in `coefficients`.
-constexpr unsigned BANK_THREADS = 512, BANK_WARPS = 16;  // of a block at most; that registers leave room for
+constexpr unsigned BANK_WARPS = 16;  // of a block at most; that registers leave room for
 template <class floatX, int RMAX>
-__global__ void __launch_bounds__(BANK_THREADS)
+__global__ void __launch_bounds__(32 * BANK_WARPS)
 route_backward_bank_kernel(floatX* dbank, float* rows, const floatX* dh, const float* delta,
                            Sources<floatX> sources, const float* p, const float* w, RouteList routes,
                            bool first, size_t BT, size_t C, size_t ldp) {
