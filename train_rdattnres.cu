@@ -2100,14 +2100,10 @@ struct Model {
 };
 
 inline size_t checkpoint_copy_bytes(const Config& c) {
-  size_t elements = 0;
-  for (const TensorSpec& t : tensor_table(c)) elements += t.size();
-  return 3 * elements * sizeof(float);
+  return 3 * count_elements(c) * sizeof(float);
 }
 inline void allocate_tensors(Tensors<float>& tensors, const Config& config, const char* family) {
-  size_t total = 0;
-  for (const TensorSpec& t : tensor_table(config)) total += t.size();
-  float* next = device_array<float>(total, family);
+  float* next = device_array<float>(count_elements(config), family);
   for (const TensorSpec& t : tensor_table(config))
     if (t.present) tensors.tensor(t.id) = next, next += t.size();
 }
@@ -2133,8 +2129,7 @@ inline size_t most_routes_of_a_block(const Config& c) {
 // Logits are the largest array of all; this many rows of them exist at a time. Fewer, larger chunks mean fewer
 // visits to dwte: 2^28 numbers make those 4% of the classifier's time at the paper's sizes.
 inline size_t classifier_rows(const Config& c, size_t BT) {
-  const size_t Vp = std::max<size_t>(c.Vp(), 128);  // it is never less; the analyzer cannot know
-  return std::min(BT, std::max<size_t>(128, (size_t(1) << 28) / Vp / 128 * 128));
+  return std::min(BT, std::max<size_t>(128, (size_t(1) << 28) / c.Vp() / 128 * 128));
 }
 
 // Calls visit(group, name, pointer, elements) for every buffer but the families of parameters.
@@ -2246,7 +2241,7 @@ void model_create(Model<floatX>& m, const Config& config, size_t B, size_t T, ui
   check_config(config);
   device_open();
   m.config = config, m.B = B, m.T = T, m.recompute = recompute;
-  for (const TensorSpec& t : tensor_table(config)) m.num_elements += t.size();
+  m.num_elements = count_elements(config);
   allocate_tensors(m.params, config, "parameters");
   allocate_tensors(m.grads, config, "gradients");
   allocate_tensors(m.adam_m, config, "first moments");
@@ -2711,17 +2706,9 @@ bool all_finite(const T* values, size_t rows, size_t ld, size_t used) {
 // Names a tensor and layer of a family that holds a number that is not finite: of several the one nearest to
 // the output, where a bad gradient begins before it spreads to all that comes below. "" if all are finite.
 inline std::string find_non_finite(const Config& c, Tensors<float>& family) {
-  std::vector<TensorSpec> table = tensor_table(c);  // in the order of the network
-  std::reverse(table.begin(), table.end());
-  for (size_t depth = c.L + 2; depth-- > 0;)  // L + 1: the output; l + 1: layer l; 0: the embedding
-    for (const TensorSpec& t : table) {
-      const bool layer = depth > 0 && depth <= c.L;
-      if (t.per_layer != layer || (!layer && (t.id == TENSOR_wte) != (depth == 0))) continue;
-      const size_t n = layer ? t.size() / c.L : t.size();
-      if (n > 0 && !all_finite(family.tensor(t.id) + (layer ? (depth - 1) * n : 0), 1, n, n))
-        return layer ? format("%s, layer %zu", t.name, depth - 1) : t.name;
-    }
-  return "";
+  return nearest_to_output(c, [&](TensorId id, size_t offset, size_t n) {
+    return !all_finite(family.tensor(id) + offset, 1, n, n);
+  });
 }
 
 // Where numbers stopped being finite, for the message that ends the run, after model_loss_and_gradients of one
@@ -2973,8 +2960,9 @@ struct Run : Progress {
 // By family and by group of buffers, for a batch of B.
 template <class floatX>
 static std::vector<MemoryLine> memory_lines(const Config& c, size_t B, bool recompute) {
-  size_t elements = 0, matrices = 0;
-  for (const TensorSpec& t : tensor_table(c)) elements += t.size(), matrices += t.decay ? t.size() : 0;
+  const size_t elements = count_elements(c);
+  size_t matrices = 0;
+  for (const TensorSpec& t : tensor_table(c)) matrices += t.decay ? t.size() : 0;
   const size_t family = elements * sizeof(float);
   std::vector<MemoryLine> lines = {
       {"parameters", family}, {"gradients", family}, {"AdamW moments", 2 * family}};

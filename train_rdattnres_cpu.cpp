@@ -738,9 +738,7 @@ struct Model {
 };
 
 void allocate_tensors(Tensors<real>& tensors, const Config& config, const char* family) {
-  size_t total = 0;
-  for (const TensorSpec& t : tensor_table(config)) total += t.size();
-  real* next = alloc_array<real>(total, family);
+  real* next = alloc_array<real>(count_elements(config), family);
   for (const TensorSpec& t : tensor_table(config))
     if (t.present) tensors.tensor(t.id) = next, next += t.size();
 }
@@ -789,7 +787,7 @@ void init_params(Model& m, uint64_t seed) {
 
 void model_create(Model& m, const Config& config, size_t B, size_t T, uint64_t seed) {
   m.config = config, m.B = B, m.T = T;
-  for (const TensorSpec& t : tensor_table(config)) m.num_elements += t.size();
+  m.num_elements = count_elements(config);
   allocate_tensors(m.params, config, "parameters");
   allocate_tensors(m.grads, config, "gradients");
   allocate_tensors(m.adam_m, config, "first moments");
@@ -1119,17 +1117,9 @@ bool all_finite(const real* values, size_t n) {
 // Names a tensor and layer of a family that holds a number that is not finite: of several the one nearest to
 // the output, where a bad gradient begins before it spreads to all that comes below. "" if all are finite.
 std::string find_non_finite(const Config& c, Tensors<real>& family) {
-  std::vector<TensorSpec> table = tensor_table(c);  // in the order of the network
-  std::reverse(table.begin(), table.end());
-  for (size_t depth = c.L + 2; depth-- > 0;)  // L + 1: the output; l + 1: layer l; 0: the embedding
-    for (const TensorSpec& t : table) {
-      const bool layer = depth > 0 && depth <= c.L;
-      if (t.per_layer != layer || (!layer && (t.id == TENSOR_wte) != (depth == 0))) continue;
-      const size_t n = layer ? t.size() / c.L : t.size();
-      if (!all_finite(family.tensor(t.id) + (layer ? (depth - 1) * n : 0), n))
-        return layer ? format("%s, layer %zu", t.name, depth - 1) : t.name;
-    }
-  return "";
+  return nearest_to_output(c, [&](TensorId id, size_t offset, size_t n) {
+    return !all_finite(family.tensor(id) + offset, n);
+  });
 }
 
 // Where numbers stopped being finite, for the message that ends the run, after model_loss_and_gradients of one
@@ -1333,8 +1323,8 @@ struct Run : Progress {
 };
 
 static std::vector<MemoryLine> memory_lines(const Config& c, size_t B) {
-  size_t elements = 0, activations = 0;
-  for (const TensorSpec& t : tensor_table(c)) elements += t.size();
+  const size_t elements = count_elements(c);
+  size_t activations = 0;
   Activations none = {};
   for_each_activation(none, c, B, c.T, [&](const char*, real*&, size_t n) { activations += n * sizeof(real); });
   const size_t family = elements * sizeof(real);

@@ -3,6 +3,7 @@
 // Allocation, initialisation, weight decay, checkpoints, the parameter count, gradient checks and the
 // GPU-against-CPU loops all walk TENSOR_TABLE. Add a tensor there and all of them know it.
 #pragma once
+#include <algorithm>
 #include <cstddef>
 #include <cstring>
 #include <string>
@@ -113,6 +114,13 @@ inline std::vector<TensorSpec> tensor_table(const Config& c) {
   return table;
 }
 
+// What a family takes in memory: all elements of all tensors, the padding rows of wte among them.
+inline size_t count_elements(const Config& c) {
+  size_t n = 0;
+  for (const TensorSpec& t : tensor_table(c)) n += t.size();
+  return n;
+}
+
 // Exact parameter count. Rows V .. Vp-1 of wte are padding, never trained, and are not counted.
 struct ParamCount { size_t embedding, layers, routes, total; };
 inline ParamCount count_params(const Config& c) {
@@ -124,6 +132,24 @@ inline ParamCount count_params(const Config& c) {
   }
   n.total = n.embedding + n.layers + n.routes;
   return n;
+}
+
+// Names the piece of a family, a tensor or a layer of one, that comes first on the way down from the output to
+// the embedding, of those that have(id, offset, n) says yes to: the tensor's elements offset .. offset + n - 1.
+// "" if there is none.
+template <class Have>
+std::string nearest_to_output(const Config& c, Have have) {
+  std::vector<TensorSpec> table = tensor_table(c);  // in the order of the network
+  std::reverse(table.begin(), table.end());
+  for (size_t depth = c.L + 2; depth-- > 0;)  // L + 1: the output; l + 1: layer l; 0: the embedding
+    for (const TensorSpec& t : table) {
+      const bool layer = depth > 0 && depth <= c.L;
+      if (!t.present || t.per_layer != layer || (!layer && (t.id == TENSOR_wte) != (depth == 0))) continue;
+      const size_t n = layer ? t.size() / c.L : t.size();
+      if (have(t.id, layer ? (depth - 1) * n : 0, n))
+        return layer ? std::string(t.name) + ", layer " + std::to_string(depth - 1) : t.name;
+    }
+  return "";
 }
 
 // ---- the depth memory ----------------------------------------------------------------------------------
