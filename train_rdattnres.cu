@@ -88,7 +88,8 @@ void launch_at(const char* file, int line, const char* text, void (*kernel)(P...
           grid.z, block.x * block.y * block.z, cudaGetErrorString(e));
 }
 #define launch(...) launch_at(__FILE__, __LINE__, #__VA_ARGS__, __VA_ARGS__)
-template <class T> __device__ T* dynamic_shared() {
+template <class T>
+__device__ T* dynamic_shared() {
   extern __shared__ __align__(1024) unsigned char dynamic_shared_bytes[];
   return reinterpret_cast<T*>(dynamic_shared_bytes);
 }
@@ -99,11 +100,15 @@ __device__ inline unsigned shared_address(const void* p) {
 // columns 2 (l % 4) and + 1 of matrix i (of its transpose: _trans).
 __device__ inline void ldmatrix_x4(unsigned (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row))
+               : "memory");
 }
 __device__ inline void ldmatrix_x4_trans(unsigned (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row))
+               : "memory");
 }
 // d[16][8] += a[16][16] b[16][8] on the tensor cores, bf16 in, float32 out
 __device__ inline void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
@@ -123,7 +128,8 @@ __device__ inline float exp2_flushed(float x) {
 // groups in flight
 __device__ inline void cp_async_16(void* to, const void* from, bool live = true) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
-               "r"(live ? 16 : 0) : "memory");
+               "r"(live ? 16 : 0)
+               : "memory");
 }
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>
@@ -172,7 +178,12 @@ struct Work {
 
 // --profile: an event at both ends of every range below, read when the step is over.
 struct Profile {
-  struct Span { std::string name; Work work; size_t outer; cudaEvent_t begin, end; };
+  struct Span {
+    std::string name;
+    Work work;
+    size_t outer;
+    cudaEvent_t begin, end;
+  };
   bool on = false;
   size_t open = SIZE_MAX;           // the innermost range under way
   std::vector<Span> spans;          // of this step
@@ -181,8 +192,10 @@ struct Profile {
 
   cudaEvent_t event() {
     cudaEvent_t e;
-    if (events.empty()) CUDA_CHECK(cudaEventCreate(&e));
-    else e = events.back(), events.pop_back();
+    if (events.empty())
+      CUDA_CHECK(cudaEventCreate(&e));
+    else
+      e = events.back(), events.pop_back();
     return e;
   }
   void begin(const char* name, const Work& work) {
@@ -256,16 +269,19 @@ T* device_array(size_t n, const char* what, const char* hint = "lower the sizes 
   return static_cast<T*>(device_alloc(checked_mul(n, sizeof(T), what), what, hint));
 }
 // Returns when the host memory may be used again.
-template <class T> void upload(T* to, const T* from, size_t n) {
+template <class T>
+void upload(T* to, const T* from, size_t n) {
   CUDA_CHECK(cudaMemcpyAsync(to, from, n * sizeof(T), cudaMemcpyHostToDevice, device.stream));
   CUDA_CHECK(cudaStreamSynchronize(device.stream));
 }
-template <class T> void download(T* to, const T* from, size_t n) {
+template <class T>
+void download(T* to, const T* from, size_t n) {
   CUDA_CHECK(cudaMemcpyAsync(to, from, n * sizeof(T), cudaMemcpyDeviceToHost, device.stream));
   CUDA_CHECK(cudaStreamSynchronize(device.stream));
 }
 // Returns at once. The host memory is pinned and left alone until the stream has come this far.
-template <class T> void copy_later(T* to, const T* from, size_t n, cudaMemcpyKind direction) {
+template <class T>
+void copy_later(T* to, const T* from, size_t n, cudaMemcpyKind direction) {
   CUDA_CHECK(cudaMemcpyAsync(to, from, n * sizeof(T), direction, device.stream));
 }
 template <class T>
@@ -303,11 +319,21 @@ inline void device_close() {
 
 __device__ inline float to_float(float v) { return v; }
 __device__ inline float to_float(bf16 v) { return __bfloat162float(v); }
-template <class floatX> __device__ inline floatX from_float(float v);
-template <> __device__ inline float from_float<float>(float v) { return v; }
-template <> __device__ inline bf16 from_float<bf16>(float v) { return __float2bfloat16(v); }
+template <class floatX>
+__device__ inline floatX from_float(float v);
+template <>
+__device__ inline float from_float<float>(float v) {
+  return v;
+}
+template <>
+__device__ inline bf16 from_float<bf16>(float v) {
+  return __float2bfloat16(v);
+}
 // What is left of v once it has been stored
-template <class floatX> __device__ inline float rounded(float v) { return to_float(from_float<floatX>(v)); }
+template <class floatX>
+__device__ inline float rounded(float v) {
+  return to_float(from_float<floatX>(v));
+}
 __device__ inline unsigned pack_bf16(float lo, float hi) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(lo, hi);
   return *reinterpret_cast<const unsigned*>(&pair);
@@ -446,9 +472,9 @@ __global__ void embedding_forward_kernel(floatX* out, const int* tokens, const f
   store8(out + i, v);
 }
 template <class floatX>
-void embedding_forward(floatX* out,         // (BT,C)
-                       const int* tokens,   // (BT)
-                       const floatX* wte,   // (Vp,C)
+void embedding_forward(floatX* out,        // (BT,C)
+                       const int* tokens,  // (BT)
+                       const floatX* wte,  // (Vp,C)
                        size_t BT, size_t C) {
   NVTX_RANGE(2 * BT * C * sizeof(floatX));
   launch(embedding_forward_kernel<floatX>, ceil_div(BT * C / 8, 256), 256, 0, device.stream, out, tokens, wte,
@@ -457,10 +483,10 @@ void embedding_forward(floatX* out,         // (BT,C)
 
 // A token may occur many times. The host sorts the positions by token (a counting sort: BT small steps), so
 // that one block owns one row of dwte and adds its gradients in a fixed order.
-struct TokenBuckets {       // each an array of ints, on the host or on the device
-  const int* positions;     // (BT) sorted by token, then by position
-  const int* starts;        // (count + 1) where each distinct token's positions begin
-  const int* ids;           // (count) the distinct tokens
+struct TokenBuckets {    // each an array of ints, on the host or on the device
+  const int* positions;  // (BT) sorted by token, then by position
+  const int* starts;     // (count + 1) where each distinct token's positions begin
+  const int* ids;        // (count) the distinct tokens
   size_t count;
 };
 // Fills `sorted` with positions, starts and ids, one after the other; returns the number of distinct tokens.
@@ -529,7 +555,8 @@ struct Sources {
 };
 
 // A row of C numbers in a warp: lane l holds the four from 4 l on of every 128, NV times; zeros after the end.
-template <int NV> using Row = float[NV][4];
+template <int NV>
+using Row = float[NV][4];
 template <int NV, class F>
 __device__ inline void for_each_four(size_t C, F f) {  // f(v, c): this lane's v-th four are channels c .. c + 3
 #pragma unroll
@@ -577,12 +604,18 @@ void with_vectors(size_t C, F f) {
   if (C % 8 != 0 || C == 0 || C > MAX_ROUTE_WIDTH)
     fatal(EXIT_ERROR, "width %zu: the GPU's depth routes need a multiple of 8, at most %zu", C,
           MAX_ROUTE_WIDTH);
-  if (C <= 128) f(std::integral_constant<int, 1>());
-  else if (C <= 384) f(std::integral_constant<int, 3>());
-  else if (C <= 640) f(std::integral_constant<int, 5>());
-  else if (C <= 896) f(std::integral_constant<int, 7>());
-  else if (C <= 1024) f(std::integral_constant<int, 8>());
-  else f(std::integral_constant<int, 16>());
+  if (C <= 128)
+    f(std::integral_constant<int, 1>());
+  else if (C <= 384)
+    f(std::integral_constant<int, 3>());
+  else if (C <= 640)
+    f(std::integral_constant<int, 5>());
+  else if (C <= 896)
+    f(std::integral_constant<int, 7>());
+  else if (C <= 1024)
+    f(std::integral_constant<int, 8>());
+  else
+    f(std::integral_constant<int, 16>());
 }
 constexpr int ROUTE_WARPS = 4, ROUTE_THREADS = 32 * ROUTE_WARPS;
 // Blocks that a multiprocessor must have registers for: what token_blocks counts on, but for the widest rows
@@ -590,7 +623,8 @@ constexpr int route_blocks(int NV) { return NV <= 7 ? TOKEN_BLOCKS : 1; }
 
 // The rows that a warp reads on its walk over tokens bt, bt + step, ...: row_at(bt, 0) .. row_at(bt, count - 1)
 // of each. Its ring in shared memory has place for SLOTS rows: one is being read, the others are on their way.
-template <class floatX> constexpr unsigned SLOTS = 8 / sizeof(floatX);
+template <class floatX>
+constexpr unsigned SLOTS = 8 / sizeof(floatX);
 constexpr size_t ring_bytes(size_t NV) { return NV * 128 * 8; }  // of a warp, for either type
 template <class floatX, int NV, class RowAt>
 struct Ring {
@@ -626,7 +660,10 @@ struct Ring {
 
 // w = query * gain, (R,C) float32, once after every update; a null query is one held at zero. Backward, once a
 // micro-batch: dquery += gain * dw, dgain += query * dw. One thread per channel.
-struct Fold { const float *query, *gain; float *dquery, *dgain; };  // (C) each; the gradients may be null
+struct Fold {
+  const float *query, *gain;
+  float *dquery, *dgain;
+};  // (C) each; the gradients may be null
 __global__ void fold_gain_kernel(float* w, const Fold* folds, size_t C) {
   const size_t c = blockIdx.x * size_t(blockDim.x) + threadIdx.x;
   const Fold fold = folds[blockIdx.y];
@@ -662,8 +699,8 @@ inline void fold_gain_backward(const float* dw,    // (routes,C)
 // known. With `average` the mean of the two mixes is normalised, and there is one x.
 template <class floatX, int NV, int R>
 __global__ void __launch_bounds__(ROUTE_THREADS, route_blocks(NV))
-route_forward_kernel(floatX* x, float* p, Sources<floatX> sources, const float* w, const float* norm,
-                     bool average, size_t BT, size_t C, size_t ldp) {
+    route_forward_kernel(floatX* x, float* p, Sources<floatX> sources, const float* w, const float* norm,
+                         bool average, size_t BT, size_t C, size_t ldp) {
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const unsigned K = unsigned(sources.K()), start = blockIdx.x * ROUTE_WARPS + warp,
                  step = gridDim.x * ROUTE_WARPS;
@@ -727,11 +764,11 @@ route_forward_kernel(floatX* x, float* p, Sources<floatX> sources, const float* 
   }
 }
 template <class floatX>
-void route_forward(floatX* x,                        // (R,BT,C), one if average: the normalised mixes
-                   float* p,                         // (R,BT, ldp >= K)
-                   const Sources<floatX>& sources,   // K times (BT,C); rstd of the last is written
-                   const float* w,                   // (R,C): query * gain
-                   const float* norm,                // (C)
+void route_forward(floatX* x,                       // (R,BT,C), one if average: the normalised mixes
+                   float* p,                        // (R,BT, ldp >= K)
+                   const Sources<floatX>& sources,  // K times (BT,C); rstd of the last is written
+                   const float* w,                  // (R,C): query * gain
+                   const float* norm,               // (C)
                    bool average, size_t BT, size_t C, size_t ldp, size_t R) {
   NVTX_RANGE(double(sources.K() + (average ? 1 : R)) * BT * C * sizeof(floatX));
   with_vectors(C, [&](auto NV) {
@@ -847,9 +884,9 @@ __device__ inline void partial_backward(Row<NV>& ds, float* dw, const Row<NV>& s
 
 template <class floatX, int NV, int R, int INPUTS>
 __global__ void __launch_bounds__(ROUTE_THREADS, route_blocks(NV))
-route_backward_kernel(floatX* dh, floatX* x, float* delta, floatX* dpartial, float* rows,
-                      Sources<floatX> sources, const float* p, const float* w, const float* norm,
-                      bool first, size_t BT, size_t C, size_t ldp) {
+    route_backward_kernel(floatX* dh, floatX* x, float* delta, floatX* dpartial, float* rows,
+                          Sources<floatX> sources, const float* p, const float* w, const float* norm,
+                          bool first, size_t BT, size_t C, size_t ldp) {
   constexpr bool average = INPUTS < R;
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const unsigned K = unsigned(sources.K()), start = blockIdx.x * ROUTE_WARPS + warp,
@@ -858,11 +895,13 @@ route_backward_kernel(floatX* dh, floatX* x, float* delta, floatX* dpartial, flo
   float* gathered = all + warp * ((1 + R) * C);
   floatX* rings = reinterpret_cast<floatX*>(all + ROUTE_WARPS * ((1 + R) * C));
   const auto row_at = [&](unsigned bt, unsigned n) -> const floatX* {  // sources, dx, the partial's gradient
-    return n < K ? sources.stream + (sources.slot(n) * BT + bt) * C
-         : n < K + INPUTS ? dh + ((n - K) * BT + bt) * C : dpartial + bt * C;
+    return n < K            ? sources.stream + (sources.slot(n) * BT + bt) * C
+           : n < K + INPUTS ? dh + ((n - K) * BT + bt) * C
+                            : dpartial + bt * C;
   };
-  Ring<floatX, NV, decltype(row_at)> ring = {row_at, rings + warp * SLOTS<floatX> * NV * 128, unsigned(BT),
-                                             unsigned(C), start, step, K + INPUTS + (dpartial && !first)};
+  Ring<floatX, NV, decltype(row_at)> ring = {
+      row_at, rings + warp * SLOTS<floatX> * NV * 128, unsigned(BT), unsigned(C), start,
+      step,   K + INPUTS + (dpartial && !first)};
   ring.start();
   for (int vector = 0; vector <= R; vector++)
     for_each_four<NV>(C, [&](int, unsigned c) { store4(gathered + vector * C + c, {0, 0, 0, 0}); });
@@ -888,8 +927,10 @@ route_backward_kernel(floatX* dh, floatX* x, float* delta, floatX* dpartial, flo
       }
     }
     if (!dpartial) continue;
-    if (first) load_row(d, dpartial, 0);  // zeros
-    else ring.next(d);
+    if (first)
+      load_row(d, dpartial, 0);  // zeros
+    else
+      ring.next(d);
     partial_backward(d, gathered + C, s, h, pj, dp, deltas, sources.rstd[sources.i * BT + bt], w, C);
     for_each_four<NV>(C, [&](int v, unsigned c) { store4(dpartial + bt * C + c, d[v]); });
   }
@@ -926,9 +967,12 @@ void route_backward(
     };
     using One = std::integral_constant<int, 1>;
     using Two = std::integral_constant<int, 2>;
-    if (R == 1) run(One(), One());
-    else if (average) run(Two(), One());
-    else run(Two(), Two());
+    if (R == 1)
+      run(One(), One());
+    else if (average)
+      run(Two(), One());
+    else
+      run(Two(), Two());
   });
   add_rows(dnorm, rows, RouteList{1, {0}}, blocks, 1 + R, 0, C);
   if (dpartial) add_rows(dw, rows, routes, blocks, 1 + R, 1, C);
@@ -945,9 +989,9 @@ void route_backward(
 constexpr unsigned BANK_WARPS = 16;  // of a block at most; that registers leave room for
 template <class floatX, int RMAX>
 __global__ void __launch_bounds__(32 * BANK_WARPS)
-route_backward_bank_kernel(floatX* dbank, float* rows, const floatX* dh, const float* delta,
-                           Sources<floatX> sources, const float* p, const float* w, RouteList routes,
-                           bool first, size_t BT, size_t C, size_t ldp) {
+    route_backward_bank_kernel(floatX* dbank, float* rows, const floatX* dh, const float* delta,
+                               Sources<floatX> sources, const float* p, const float* w, RouteList routes,
+                               bool first, size_t BT, size_t C, size_t ldp) {
   const unsigned R = unsigned(routes.count), lane = threadIdx.x % 32, warp = threadIdx.x / 32,
                  warps = blockDim.x / 32, K = unsigned(sources.i / sources.S) + 1, c = threadIdx.x * 4;
   const size_t width = blockDim.x * size_t(4);  // C and what the last warp has beyond it, where rows are zero
@@ -962,8 +1006,10 @@ route_backward_bank_kernel(floatX* dbank, float* rows, const floatX* dh, const f
     if (threadIdx.x == r) number[r] = routes.number[r];
     if (r >= R) continue;
     float q[4] = {};
-    if (live) load4(q, w + size_t(routes.number[r]) * C + c);
-    else store4(two_dh + r * width + c, q), store4(two_dh + (R + r) * width + c, q);
+    if (live)
+      load4(q, w + size_t(routes.number[r]) * C + c);
+    else
+      store4(two_dh + r * width + c, q), store4(two_dh + (R + r) * width + c, q);
     store4(query + r * width + c, q);
   }
   const auto send_for_dh = [&](size_t bt, unsigned buffer) {
@@ -1058,11 +1104,11 @@ void route_backward_bank(
     const float* p, const float* w,  // (routes,BT,ldp), (routes,C)
     const std::vector<int>& routes,  // numbers into p, w, dw
     bool first,
-    float* rows,                     // workspace (token_blocks(), MAX_ROUTE_LIST, C)
+    float* rows,  // workspace (token_blocks(), MAX_ROUTE_LIST, C)
     size_t BT, size_t C, size_t ldp) {
   const size_t K = sources.i / sources.S + 1;
   const size_t warps = std::max<size_t>(2, ceil_div(C, 128));  // 4 channels a thread; 4 threads a route
-  const size_t group = C <= 1024 ? MAX_ROUTE_LIST : 4;  // shared memory for that many routes
+  const size_t group = C <= 1024 ? MAX_ROUTE_LIST : 4;         // shared memory for that many routes
   const size_t visits = (routes.size() + group - 1) / group;
   const size_t blocks = std::min(BT, token_blocks(std::clamp<size_t>(BANK_WARPS / warps, 1, TOKEN_BLOCKS)));
   NVTX_RANGE(double(K * (3 * visits - first) + routes.size()) * BT * C * sizeof(floatX));
@@ -1079,9 +1125,12 @@ void route_backward_bank(
              smem, device.stream, dbank, rows, dh + r0 * BT * C, delta + r0 * BT, sources, p, w, list,
              first && r0 == 0, BT, C, ldp);
     };
-    if (list.count <= 4) run(std::integral_constant<int, 4>());
-    else if (list.count <= 8) run(std::integral_constant<int, 8>());
-    else run(std::integral_constant<int, 12>());
+    if (list.count <= 4)
+      run(std::integral_constant<int, 4>());
+    else if (list.count <= 8)
+      run(std::integral_constant<int, 8>());
+    else
+      run(std::integral_constant<int, 12>());
     add_rows(dw, rows, list, blocks, size_t(list.count), 0, C);
   }
 }
@@ -1159,13 +1208,13 @@ __global__ void rmsnorm_backward_kernel(floatX* dh, float* rows, const floatX* d
   }
 }
 template <class floatX>
-void rmsnorm_backward(floatX* dh,                            // (BT,C): adds, or overwrites if `first`
-                      float* dweight,                        // (C)
-                      const floatX* dx,                      // (BT,C)
-                      const floatX* h, const float* rstd,    // (BT,C), (BT)
-                      const float* weight,                   // (C)
+void rmsnorm_backward(floatX* dh,                          // (BT,C): adds, or overwrites if `first`
+                      float* dweight,                      // (C)
+                      const floatX* dx,                    // (BT,C)
+                      const floatX* h, const float* rstd,  // (BT,C), (BT)
+                      const float* weight,                 // (C)
                       bool first,
-                      float* rows,                           // workspace (token_blocks(),C)
+                      float* rows,  // workspace (token_blocks(),C)
                       size_t BT, size_t C) {
   NVTX_RANGE((first ? 3 : 4) * BT * C * sizeof(floatX));
   const size_t blocks = std::min<size_t>(ceil_div(BT, ROUTE_WARPS), token_blocks());
@@ -1181,7 +1230,10 @@ void rmsnorm_backward(floatX* dh,                            // (BT,C): adds, or
 // depends on the library, the card, the shapes and the workspace's size alone, and the library promises the
 // same bits from run to run while one stream is active. Inputs are floatX, sums float32, the output floatX or
 // float32.
-template <class T> cudaDataType data_type() { return std::is_same<T, float>::value ? CUDA_R_32F : CUDA_R_16BF; }
+template <class T>
+cudaDataType data_type() {
+  return std::is_same<T, float>::value ? CUDA_R_32F : CUDA_R_16BF;
+}
 inline unsigned alignment_of(const void* p) {  // the largest power of two up to 256 that divides the address
   const uintptr_t address = reinterpret_cast<uintptr_t>(p) | 256;
   return unsigned(address & (~address + 1));
@@ -1287,9 +1339,9 @@ inline Work product_work(size_t M, size_t N, size_t K) {
 
 // out = x w^T (+ addend); rows of out and addend stand ldo apart: Q, K and V share one packed buffer.
 template <class floatX>
-void matmul_forward(floatX* out,           // (BT,OC), rows ldo apart
-                    const floatX* x,       // (BT,IC)
-                    const floatX* w,       // (OC,IC)
+void matmul_forward(floatX* out,      // (BT,OC), rows ldo apart
+                    const floatX* x,  // (BT,IC)
+                    const floatX* w,  // (OC,IC)
                     size_t BT, size_t IC, size_t OC, size_t ldo, const floatX* addend = nullptr) {
   NVTX_RANGE(product_work(BT, OC, IC));
   matmul(out, ldo, x, IC, false, w, IC, true, BT, OC, IC, addend);
@@ -1339,16 +1391,20 @@ __global__ void rope_kernel(floatX* qkv, const float2* angles, size_t BT, size_t
   floatX* x = qkv + bt * 3 * C + pair / half * HS + i;
   const float2* angle = angles + bt % T * half + i;
   float lo[VEC], hi[VEC];
-  if constexpr (VEC == 8) load8(lo, x), load8(hi, x + half);
-  else lo[0] = to_float(x[0]), hi[0] = to_float(x[half]);
+  if constexpr (VEC == 8)
+    load8(lo, x), load8(hi, x + half);
+  else
+    lo[0] = to_float(x[0]), hi[0] = to_float(x[half]);
 #pragma unroll
   for (int k = 0; k < VEC; k++) {
     const float cosine = angle[k].x, sine = direction * angle[k].y, low = lo[k];
     lo[k] = low * cosine - hi[k] * sine;
     hi[k] = low * sine + hi[k] * cosine;
   }
-  if constexpr (VEC == 8) store8(x, lo), store8(x + half, hi);
-  else x[0] = from_float<floatX>(lo[0]), x[half] = from_float<floatX>(hi[0]);
+  if constexpr (VEC == 8)
+    store8(x, lo), store8(x + half, hi);
+  else
+    x[0] = from_float<floatX>(lo[0]), x[half] = from_float<floatX>(hi[0]);
 }
 template <class floatX>
 void rope_rotate(floatX* qkv,           // (B,T,3C)
@@ -1384,7 +1440,9 @@ constexpr float LOG2_E = 1.4426950408889634f;
 
 // -- plain tiles: 16 queries by 16 keys, one thread per pair. A row of 16 threads shares a query (or a key).
 constexpr int PLAIN = 16;
-struct PlainTile { float at[PLAIN][MAX_HEAD_SIZE + 1]; };
+struct PlainTile {
+  float at[PLAIN][MAX_HEAD_SIZE + 1];
+};
 
 template <class floatX>
 __device__ inline void load_plain(PlainTile& tile, const floatX* rows, size_t ld, size_t row0, size_t T,
@@ -1525,12 +1583,16 @@ __global__ void attention_backward_kv_plain_kernel(floatX* dqkv, const floatX* d
 // = lane % 4: four neighbouring lanes, a quad, share a row. The same registers, rounded to bf16 in pairs, are
 // the left operand of the next product: scores never leave the warp.
 constexpr int TILE = 64, FLASH_WARPS = 4, FLASH_THREADS = 32 * FLASH_WARPS;
-template <int HS> constexpr int STRIPS = HS <= 64 ? 2 : 1;
-template <int M> constexpr int OWN = 16 * M * FLASH_WARPS;  // rows of a block whose warps have M strips
+template <int HS>
+constexpr int STRIPS = HS <= 64 ? 2 : 1;
+template <int M>
+constexpr int OWN = 16 * M* FLASH_WARPS;  // rows of a block whose warps have M strips
 // Rows in shared memory are padded by 16 bytes, so that the eight rows of an 8x8 matrix meet no bank twice.
 // Offsets there are int: shared memory ends below 2^18 bytes, and wider ones take registers.
-template <int HS> constexpr int TILE_LD = HS + 8;
-template <int HS> constexpr size_t ROW_BYTES = TILE_LD<HS> * sizeof(bf16);
+template <int HS>
+constexpr int TILE_LD = HS + 8;
+template <int HS>
+constexpr size_t ROW_BYTES = TILE_LD<HS> * sizeof(bf16);
 
 // ROWS rows of a (T, ld) array from row0 < T on, in the background; zeros from row T on
 template <int HS, int ROWS>
@@ -1676,7 +1738,7 @@ __global__ void __launch_bounds__(FLASH_THREADS)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, own = warp * 16 * M * LD;  // of the warp's rows
   const size_t head = blockIdx.y, b = blockIdx.z;
   const int q0 = int(gridDim.x - 1 - blockIdx.x) * OWN<M>;  // the longest rows start first
-  const int first = q0 + warp * 16 * M;                      // the warp's first query
+  const int first = q0 + warp * 16 * M;                     // the warp's first query
   const int end = min(q0 + OWN<M>, int(T));                 // no query of the block sees a key from here on
   const bf16* rows = qkv + b * T * 3 * C + head * HS;
   const float to_base_2 = scale * LOG2_E;
@@ -1828,15 +1890,32 @@ __global__ void __launch_bounds__(FLASH_THREADS)
 template <class F>
 bool with_tensor_cores(size_t HS, F f) {
   switch (HS) {
-    case 16: f(std::integral_constant<int, 16>()); return true;
-    case 32: f(std::integral_constant<int, 32>()); return true;
-    case 48: f(std::integral_constant<int, 48>()); return true;
-    case 64: f(std::integral_constant<int, 64>()); return true;
-    case 80: f(std::integral_constant<int, 80>()); return true;
-    case 96: f(std::integral_constant<int, 96>()); return true;
-    case 112: f(std::integral_constant<int, 112>()); return true;
-    case 128: f(std::integral_constant<int, 128>()); return true;
-    default: return false;
+    case 16:
+      f(std::integral_constant<int, 16>());
+      return true;
+    case 32:
+      f(std::integral_constant<int, 32>());
+      return true;
+    case 48:
+      f(std::integral_constant<int, 48>());
+      return true;
+    case 64:
+      f(std::integral_constant<int, 64>());
+      return true;
+    case 80:
+      f(std::integral_constant<int, 80>());
+      return true;
+    case 96:
+      f(std::integral_constant<int, 96>());
+      return true;
+    case 112:
+      f(std::integral_constant<int, 112>());
+      return true;
+    case 128:
+      f(std::integral_constant<int, 128>());
+      return true;
+    default:
+      return false;
   }
 }
 // Forward: token t meets t + 1 tokens, in two products, 4C operations each time. Backward: five such products.
@@ -1873,10 +1952,10 @@ void attention_forward(floatX* att,        // (B,T,C)
 //   da_tu = datt_t . v_u     delta_t = sum_u a_tu da_tu = datt_t . att_t     dscore_tu = a_tu (da_tu - delta_t)
 //   dv_u = sum_t a_tu datt_t      dq_t = scale sum_u dscore_tu k_u      dk_u = scale sum_t dscore_tu q_t
 template <class floatX>
-void attention_backward(floatX* dqkv,                        // (B,T,3C)
-                        float* delta,                        // workspace (B,NH,T)
-                        const floatX* datt,                  // (B,T,C)
-                        const floatX* qkv,                   // (B,T,3C)
+void attention_backward(floatX* dqkv,                         // (B,T,3C)
+                        float* delta,                         // workspace (B,NH,T)
+                        const floatX* datt,                   // (B,T,C)
+                        const floatX* qkv,                    // (B,T,3C)
                         const floatX* att, const float* lse,  // (B,T,C), (B,NH,T)
                         size_t B, size_t T, size_t C, size_t NH) {
   NVTX_RANGE(0, 2.5 * attention_flops(B, T, C));
@@ -1915,8 +1994,8 @@ __global__ void swiglu_forward_kernel(floatX* act, const floatX* gate, const flo
 }
 // act = silu(gate) * up, silu(x) = x sigmoid(x)
 template <class floatX>
-void swiglu_forward(floatX* act,                            // (n)
-                    const floatX* gate, const floatX* up,   // (n)
+void swiglu_forward(floatX* act,                           // (n)
+                    const floatX* gate, const floatX* up,  // (n)
                     size_t n) {
   NVTX_RANGE(3 * n * sizeof(floatX));
   launch(swiglu_forward_kernel<floatX>, ceil_div(n / 8, 256), 256, 0, device.stream, act, gate, up, n);
@@ -2019,15 +2098,15 @@ void cross_entropy(float* losses,       // (rows), nats
 // losses and, if dx is given, its gradients, before the next chunk overwrites the buffer.
 //   dlogits = (softmax(logits) - onehot(target)) dloss      dx = dlogits wte      dwte += dlogits^T x
 template <class floatX>
-void classifier(float* losses,        // (BT), nats
-                int* guesses,         // (BT): the most likely next token; or null
-                floatX* dx,           // (BT,C); null: no gradients
-                float* dwte,          // (Vp,C)
-                const floatX* x,      // (BT,C)
-                const floatX* wte,    // (Vp,C); rows V .. Vp-1 are zero
-                const int* targets,   // (BT)
-                float dloss,          // gradient of every token's loss: 1 / tokens in the step
-                floatX* logits,       // workspace (chunk_rows,Vp)
+void classifier(float* losses,       // (BT), nats
+                int* guesses,        // (BT): the most likely next token; or null
+                floatX* dx,          // (BT,C); null: no gradients
+                float* dwte,         // (Vp,C)
+                const floatX* x,     // (BT,C)
+                const floatX* wte,   // (Vp,C); rows V .. Vp-1 are zero
+                const int* targets,  // (BT)
+                float dloss,         // gradient of every token's loss: 1 / tokens in the step
+                floatX* logits,      // workspace (chunk_rows,Vp)
                 size_t chunk_rows, size_t BT, size_t C, size_t V, size_t Vp) {
   NVTX_RANGE();
   for (size_t row0 = 0; row0 < BT; row0 += chunk_rows) {
@@ -2046,32 +2125,32 @@ void classifier(float* losses,        // (BT), nats
 template <class floatX>
 struct Activations {
   // Kept from forward to backward.
-  floatX* stream;        // (2L+1, B,T,C): embedding, then the partial after each sublayer
-  float* rstd;           // (2L+1, B,T): 1 / rms of each slot
-  float* p;              // (routes, B,T,ldp): the routes' weights; ldp is the most sources of any site
-  floatX *qkv, *att;     // (L, B,T,3C) after rope, (L, B,T,C)
-  float* lse;            // (L, B,NH,T)
-  floatX *gate, *up;     // (L, B,T,F); --recompute: (1, B,T,F). The backward turns them into their gradients
+  floatX* stream;     // (2L+1, B,T,C): embedding, then the partial after each sublayer
+  float* rstd;        // (2L+1, B,T): 1 / rms of each slot
+  float* p;           // (routes, B,T,ldp): the routes' weights; ldp is the most sources of any site
+  floatX *qkv, *att;  // (L, B,T,3C) after rope, (L, B,T,C)
+  float* lse;         // (L, B,NH,T)
+  floatX *gate, *up;  // (L, B,T,F); --recompute: (1, B,T,F). The backward turns them into their gradients
   // Recomputed where needed, one site at a time.
-  floatX* x;             // (R, B,T,C) normalised mixes: what the sublayer reads
-  floatX* act;           // (B,T,F); in the backward dact, then act again
-  floatX* logits;        // (chunk_rows,Vp)
-  float* losses;         // (B,T)
+  floatX* x;       // (R, B,T,C) normalised mixes: what the sublayer reads
+  floatX* act;     // (B,T,F); in the backward dact, then act again
+  floatX* logits;  // (chunk_rows,Vp)
+  float* losses;   // (B,T)
   // Gradients. The bank lives through the whole backward, dh and delta until their block is done.
-  floatX* dbank;         // (N+1, B,T,C): embedding, blocks
-  floatX* dh;            // (routes of a block, B,T,C): dx of a site's inputs, then dh of its routes
-  float* delta;          // (routes of a block, B,T): dh . h
-  floatX *dqkv, *datt;   // (B,T,3C), (B,T,C)
+  floatX* dbank;           // (N+1, B,T,C): embedding, blocks
+  floatX* dh;              // (routes of a block, B,T,C): dx of a site's inputs, then dh of its routes
+  float* delta;            // (routes of a block, B,T): dh . h
+  floatX *dqkv, *datt;     // (B,T,3C), (B,T,C)
   float* attention_delta;  // (B,NH,T)
   // What a step needs besides.
-  float *w, *dw;         // (routes,C): query * gain, and its gradient
-  float* rows;           // (token_blocks(), MAX_ROUTE_LIST, C), at least Vp: sums over tokens, stage one
-  double* norm_sums;     // (NORM_BLOCKS)
-  double* route_sums;    // (L, ldp, 3): see add_route_stats
+  float *w, *dw;       // (routes,C): query * gain, and its gradient
+  float* rows;         // (token_blocks(), MAX_ROUTE_LIST, C), at least Vp: sums over tokens, stage one
+  double* norm_sums;   // (NORM_BLOCKS)
+  double* route_sums;  // (L, ldp, 3): see add_route_stats
   int *tokens, *targets, *guesses;  // (B,T)
-  int* sorted_tokens;    // (3 B,T + 1): positions, starts, ids
-  float2* rope_angles;   // (T,HS/2)
-  Fold* folds;           // (routes)
+  int* sorted_tokens;               // (3 B,T + 1): positions, starts, ids
+  float2* rope_angles;              // (T,HS/2)
+  Fold* folds;                      // (routes)
 };
 
 // A micro-batch on its way through the GPU: the pinned memory that copies read and write behind the host's
@@ -2094,14 +2173,12 @@ struct Model {
   size_t num_weights = 0;                        // elements of the rounded copies, 0 for float
   size_t chunk_rows = 0;                         // rows that the classifier works on at a time
   Activations<floatX> acts = {};
-  InFlight in_flight[2] = {};  // while the GPU works on one micro-batch, the host fills the other
+  InFlight in_flight[2] = {};        // while the GPU works on one micro-batch, the host fills the other
   float* checkpoint_copy = nullptr;  // (3, num_elements), pinned: parameters and moments, for model_save
   std::future<void> saving;          // the file that a thread writes from it
 };
 
-inline size_t checkpoint_copy_bytes(const Config& c) {
-  return 3 * count_elements(c) * sizeof(float);
-}
+inline size_t checkpoint_copy_bytes(const Config& c) { return 3 * count_elements(c) * sizeof(float); }
 inline void allocate_tensors(Tensors<float>& tensors, const Config& config, const char* family) {
   float* next = device_array<float>(count_elements(config), family);
   for (const TensorSpec& t : tensor_table(config))
@@ -2227,8 +2304,10 @@ std::vector<Fold> fold_table(Model<floatX>& m) {
     float* dgain = d.attn_route_gain + layer;
     folds.push_back({query, gain, d.attn_route_qk + layer, dgain});
     if (!c.two_routes()) continue;
-    if (c.has_v_query()) folds.push_back({w.attn_route_v + layer, gain, d.attn_route_v + layer, dgain});
-    else folds.push_back({c.arch == Arch::tied ? query : nullptr, gain, nullptr, nullptr});
+    if (c.has_v_query())
+      folds.push_back({w.attn_route_v + layer, gain, d.attn_route_v + layer, dgain});
+    else
+      folds.push_back({c.arch == Arch::tied ? query : nullptr, gain, nullptr, nullptr});
   }
   if (c.has_routes()) folds.push_back({w.out_route, w.out_route_gain, d.out_route, d.out_route_gain});
   return folds;
@@ -2247,7 +2326,8 @@ void model_create(Model<floatX>& m, const Config& config, size_t B, size_t T, ui
   allocate_tensors(m.adam_m, config, "first moments");
   allocate_tensors(m.adam_v, config, "second moments");
   for (Tensors<float>* family : {&m.grads, &m.adam_m, &m.adam_v}) zero(family->wte, m.num_elements);
-  if constexpr (std::is_same<floatX, float>::value) m.weights = m.params;
+  if constexpr (std::is_same<floatX, float>::value)
+    m.weights = m.params;
   else {
     for (const TensorSpec& t : tensor_table(config)) m.num_weights += t.decay ? t.size() : 0;
     floatX* next = device_array<floatX>(m.num_weights, "bf16 copies of the matrices");
@@ -2268,8 +2348,10 @@ void model_create(Model<floatX>& m, const Config& config, size_t B, size_t T, ui
     CUDA_CHECK(cudaEventCreateWithFlags(&batch.done, cudaEventDisableTiming));
   }
   if (cudaMallocHost(&m.checkpoint_copy, checkpoint_copy_bytes(config)) != cudaSuccess)
-    fatal(EXIT_ERROR, "out of host memory: the copy for checkpoints needs %s, pinned; lower the sizes of the"
-          " model", human_bytes(checkpoint_copy_bytes(config)).c_str());
+    fatal(EXIT_ERROR,
+          "out of host memory: the copy for checkpoints needs %s, pinned; lower the sizes of the"
+          " model",
+          human_bytes(checkpoint_copy_bytes(config)).c_str());
   const std::vector<float> angles = rope_angles(T, config.HS());
   upload(reinterpret_cast<float*>(m.acts.rope_angles), angles.data(), angles.size());
   const std::vector<Fold> folds = fold_table(m);
@@ -2318,9 +2400,12 @@ Site<floatX> site_at(const Model<floatX>& m, size_t i, size_t BT) {
   site.inputs = site.R == 2 && !site.average ? 2 : 1;
   const Tensors<float>&w = m.params, &d = m.grads;
   const size_t layer = i / 2 * c.C;
-  if (i == c.sublayers()) site.norm = w.final_norm, site.dnorm = d.final_norm;
-  else if (i % 2 == 1) site.norm = w.mlp_norm + layer, site.dnorm = d.mlp_norm + layer;
-  else site.norm = w.attn_norm + layer, site.dnorm = d.attn_norm + layer;
+  if (i == c.sublayers())
+    site.norm = w.final_norm, site.dnorm = d.final_norm;
+  else if (i % 2 == 1)
+    site.norm = w.mlp_norm + layer, site.dnorm = d.mlp_norm + layer;
+  else
+    site.norm = w.attn_norm + layer, site.dnorm = d.attn_norm + layer;
   return site;
 }
 
@@ -2458,7 +2543,7 @@ void model_backward(Model<floatX>& m, size_t B, size_t T, const TokenBuckets& bu
       floatX *gate = a.gate + kept, *up = a.up + kept;
       if (m.recompute) read_sources(m, site, BT), gate_and_up(m, l, BT);
       matmul_backward_input(a.act, dpartial(site.i), w.w_down + l * C * F, BT, F, C, C);  // dact
-      swiglu_backward(gate, up, a.act, a.act, gate, up, BT * F);                      // dgate, dup, act
+      swiglu_backward(gate, up, a.act, a.act, gate, up, BT * F);                          // dgate, dup, act
       matmul_backward_weight(d.w_down + l * C * F, dpartial(site.i), a.act, BT, F, C, C);
       matmul_backward_input(dx(), gate, w.w_gate + l * F * C, BT, C, F, F);
       matmul_backward_input(dx(), up, w.w_up + l * F * C, BT, C, F, F, true);
@@ -2612,8 +2697,7 @@ constexpr double ADAM_BETA1 = 0.9, ADAM_BETA2 = 0.95, ADAM_EPS = 1e-8;
 // Sum of squares in two fixed stages, in double: one number per block, then one block adds them in order.
 __global__ void square_sums_kernel(double* sums, const float* g, size_t n) {
   double sum = 0;
-  for (size_t i = blockIdx.x * size_t(SUM_THREADS) + threadIdx.x; i < n;
-       i += size_t(NORM_BLOCKS) * SUM_THREADS)
+  for (size_t i = blockIdx.x * size_t(SUM_THREADS) + threadIdx.x; i < n; i += size_t(NORM_BLOCKS) * SUM_THREADS)
     sum += double(g[i]) * double(g[i]);
   sum = block_sum(sum);
   if (threadIdx.x == 0) sums[blockIdx.x] = sum;
@@ -2638,11 +2722,15 @@ inline double global_norm(const float* g,  // (n)
 
 // Global norm of all gradients: the whole family is one allocation.
 template <class floatX>
-double grad_norm(const Model<floatX>& m) { return global_norm(m.grads.wte, m.acts.norm_sums, m.num_elements); }
+double grad_norm(const Model<floatX>& m) {
+  return global_norm(m.grads.wte, m.acts.norm_sums, m.num_elements);
+}
 
 // One thread per four numbers; n is a multiple of 4. The working copy that products read is written on the way;
 // null where there is none.
-struct AdamStep { float scale, rate, shrink, correct1, correct2; };
+struct AdamStep {
+  float scale, rate, shrink, correct1, correct2;
+};
 template <class floatX>
 __global__ void adamw_kernel(float* p, floatX* working, float* m, float* v, const float* g, size_t n,
                              AdamStep by) {
@@ -2739,7 +2827,10 @@ std::string blame_non_finite(Model<floatX>& m, size_t BT) {
 // ---- checkpoint ----------------------------------------------------------------------------------------
 
 // Parameters as model.<name>, moments as adam_m.<name> and adam_v.<name>: float32, the CPU trainer's files.
-struct Family { const char* prefix; Tensors<float>* tensors; };
+struct Family {
+  const char* prefix;
+  Tensors<float>* tensors;
+};
 template <class floatX>
 std::vector<Family> checkpoint_families(Model<floatX>& m) {
   return {{"model.", &m.params}, {"adam_m.", &m.adam_m}, {"adam_v.", &m.adam_v}};
@@ -2888,7 +2979,9 @@ std::vector<int> generate(Model<floatX>& m, std::vector<int> context, size_t n, 
 
 // ---- one training step ---------------------------------------------------------------------------------
 
-struct StepResult { double loss, norm; };
+struct StepResult {
+  double loss, norm;
+};
 
 // Example numbers position .. position + B * accumulation - 1 of the run's data order, B at a time; clipping;
 // one update. step counts from 1. Stops the program, naming the tensor, before a number that is not finite
@@ -2927,9 +3020,10 @@ StepResult train_step(Model<floatX>& m, const TokenData& data, const Options& o,
       where = blame_non_finite(m, B * T);
     }
     if (where.empty()) where = "the sum of gradients or its norm, which overflowed";
-    fatal(EXIT_ERROR, "step %zu: loss %g, gradient norm %g, first bad number in %s; expected finite numbers."
-          " No update was made; resume from the last checkpoint, with a lower --lr", step, result.loss,
-          result.norm, where.c_str());
+    fatal(EXIT_ERROR,
+          "step %zu: loss %g, gradient norm %g, first bad number in %s; expected finite numbers."
+          " No update was made; resume from the last checkpoint, with a lower --lr",
+          step, result.loss, result.norm, where.c_str());
   }
   const double scale = o.clip > 0 && result.norm > o.clip ? o.clip / result.norm : 1;
   model_update(m, step, scale, lr, o.weight_decay, o.query_lr_mult);
@@ -3110,7 +3204,7 @@ static int run_training(const Options& options, Checkpoint& checkpoint, const ch
   const double flops = training_flops(config, config.T).total() * double(o.total_batch);
   const double peak = peak_flops<floatX>();
   const double start = seconds_now();
-  double timed = 0;  // seconds of all steps but the first, in which cuBLASLt chooses its algorithms
+  double timed = 0;     // seconds of all steps but the first, in which cuBLASLt chooses its algorithms
   size_t profiled = 0;  // steps since --profile began to look
   for (;;) {
     const bool finished = run.step >= o.steps, stopping = stop_requested && !finished;
@@ -3132,8 +3226,9 @@ static int run_training(const Options& options, Checkpoint& checkpoint, const ch
     run.step++, run.tokens += o.total_batch, run.position += examples;
     if (run.step > first_step + 1) timed += seconds;
     const double each = run.step > first_step + 1 ? timed / double(run.step - first_step - 1) : -1;
-    const StepReport report = {run.step, o.steps, result.loss, result.norm, lr, seconds, o.total_batch,
-                               each * double(o.steps - run.step), flops, peak};
+    const StepReport report = {run.step, o.steps, result.loss,   result.norm,
+                               lr,       seconds, o.total_batch, each * double(o.steps - run.step),
+                               flops,    peak};
     if (!o.quiet) printf("%s", step_line(report).c_str());
     log.write(step_event(run, report));
     if (!profile.on) continue;

@@ -126,17 +126,17 @@ inline size_t num_chunks(size_t BT) { return (BT + TOKEN_CHUNK - 1) / TOKEN_CHUN
 
 // ---- token embedding -----------------------------------------------------------------------------------
 
-void embedding_forward(real* out,           // (BT,C)
-                       const int* tokens,   // (BT)
-                       const real* wte,     // (Vp,C)
+void embedding_forward(real* out,          // (BT,C)
+                       const int* tokens,  // (BT)
+                       const real* wte,    // (Vp,C)
                        size_t BT, size_t C) {
 #pragma omp parallel for
   for (size_t bt = 0; bt < BT; bt++) memcpy(out + bt * C, wte + size_t(tokens[bt]) * C, C * sizeof(real));
 }
 
-void embedding_backward(real* dwte,          // (Vp,C)
-                        const real* dout,    // (BT,C)
-                        const int* tokens,   // (BT)
+void embedding_backward(real* dwte,         // (Vp,C)
+                        const real* dout,   // (BT,C)
+                        const int* tokens,  // (BT)
                         size_t BT, size_t C) {
   // A token may occur many times, so threads share out the channels, not the tokens: no two write one cell.
   constexpr size_t CHANNELS = 16;
@@ -228,14 +228,13 @@ void route_forward(real* h,                     // (R,BT,C)
 //   ds_j += p_j dh + dz_j r_j (w - xhat_j z_j / C)
 //   base = sum over tokens and j of dz_j xhat_j;   dquery += gain * base;   dgain += query * base
 // Both routes of a site add to the same sources and the same gain.
-void route_backward(real* const* dsources,       // K pointers to (BT,C); adds
-                    real* const* dquery,         // R pointers to (C), null where the query is held at zero
-                    real* dgain,                 // (C)
-                    const real* dh,              // (R,BT,C)
+void route_backward(real* const* dsources,         // K pointers to (BT,C); adds
+                    real* const* dquery,           // R pointers to (C), null where the query is held at zero
+                    real* dgain,                   // (C)
+                    const real* dh,                // (R,BT,C)
                     const real* h, const real* p,  // (R,BT,C), (R,BT,K)
                     const real* const* sources, const real* const* rstd, const real* const* query,
-                    const real* gain,
-                    size_t BT, size_t C, size_t K, size_t R) {
+                    const real* gain, size_t BT, size_t C, size_t K, size_t R) {
   std::vector<real> w(R * C), bases(num_chunks(BT) * R * C);
   fold_gain(w.data(), query, gain, C, R);
 #pragma omp parallel for
@@ -341,17 +340,16 @@ constexpr size_t VECTOR_BYTES = 16, REGISTERS = 16;
 #endif
 typedef real vec __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(real)), may_alias));
 constexpr size_t LANES = VECTOR_BYTES / sizeof(real);
-constexpr size_t MR = REGISTERS == 32 ? 8 : 6, NR = 2 * LANES;   // the register tile
-constexpr size_t KC = 576;                                       // longest panel
-constexpr size_t MT = 64 / MR * MR, NT = 128 / NR * NR;          // what one thread takes at a time
-constexpr size_t MB = 1536 / MT * MT, NB = 1536 / NT * NT;       // what is packed at a time
+constexpr size_t MR = REGISTERS == 32 ? 8 : 6, NR = 2 * LANES;  // the register tile
+constexpr size_t KC = 576;                                      // longest panel
+constexpr size_t MT = 64 / MR * MR, NT = 128 / NR * NR;         // what one thread takes at a time
+constexpr size_t MB = 1536 / MT * MT, NB = 1536 / NT * NT;      // what is packed at a time
 alignas(64) static real packed_a[MB * KC], packed_b[NB * KC];
 
 // The register tile: out(MR,NR) = A(MR,K) B(K,NR), or += with `add`. A has strides, b is a packed panel.
 // Not inlined: on its own, the compiler keeps all sums in registers and nothing else.
-__attribute__((noinline)) inline void matmul_tile(real* out, size_t ldo,
-                                                  const real* a, size_t a_row, size_t a_k,
-                                                  const real* b, size_t K, bool add) {
+__attribute__((noinline)) inline void matmul_tile(real* out, size_t ldo, const real* a, size_t a_row,
+                                                  size_t a_k, const real* b, size_t K, bool add) {
   vec sum[MR][2] = {};
   for (size_t k = 0; k < K; k++, a += a_k, b += NR) {
     const vec b0 = *reinterpret_cast<const vec*>(b), b1 = *reinterpret_cast<const vec*>(b + LANES);
@@ -430,8 +428,10 @@ void matmul(real* out, size_t ldo, const real* a, size_t lda, bool trans_a, cons
                 prefetch_tile(o, ldo, std::min(MR, m - i));
                 const real *ta = i < in_place ? a0 + i * lda : packed_a + i * k, *tb = packed_b + j * k;
                 const size_t row = i < in_place ? lda : 1, step = i < in_place ? 1 : MR;
-                if (m - i >= MR && n - j >= NR) matmul_tile(o, ldo, ta, row, step, tb, k, add);
-                else matmul_edge(o, ldo, std::min(MR, m - i), std::min(NR, n - j), ta, row, step, tb, k, add);
+                if (m - i >= MR && n - j >= NR)
+                  matmul_tile(o, ldo, ta, row, step, tb, k, add);
+                else
+                  matmul_edge(o, ldo, std::min(MR, m - i), std::min(NR, n - j), ta, row, step, tb, k, add);
               }
       }
 }
@@ -532,7 +532,7 @@ void attention_forward(real* att,        // (B,T,C)
   const real scale = 1 / std::sqrt(real(HS));
 #pragma omp parallel
   {
-    std::vector<real> k(rows * columns), v(rows * columns);                      // panels of the whole head
+    std::vector<real> k(rows * columns), v(rows * columns);                        // panels of the whole head
     std::vector<real> qt(HS * NR), a(rows * SCORE_ROW), out(SCORE_ROW * columns);  // of one tile of queries
 #pragma omp for collapse(2) schedule(dynamic)
     for (size_t b = 0; b < B; b++)
@@ -584,7 +584,7 @@ void attention_backward(real* dqkv,                        // (B,T,3C)
   const real scale = 1 / std::sqrt(real(HS));
 #pragma omp parallel
   {
-    std::vector<real> k(rows * columns), v(k), dk(k), dv(k);              // of the whole head
+    std::vector<real> k(rows * columns), v(k), dk(k), dv(k);               // of the whole head
     std::vector<real> qt(HS * NR), dattt(qt), a(rows * SCORE_ROW), da(a);  // of one tile of queries
     std::vector<real> q_rows(NR * columns), datt_rows(q_rows), dq_rows(SCORE_ROW * columns);
 #pragma omp for collapse(2) schedule(dynamic)
@@ -637,8 +637,8 @@ void attention_backward(real* dqkv,                        // (B,T,3C)
 // ---- SwiGLU --------------------------------------------------------------------------------------------
 
 // act = silu(gate) * up, silu(x) = x sigmoid(x)
-void swiglu_forward(real* act,                          // (n)
-                    const real* gate, const real* up,   // (n)
+void swiglu_forward(real* act,                         // (n)
+                    const real* gate, const real* up,  // (n)
                     size_t n) {
 #pragma omp parallel for
   for (size_t begin = 0; begin < n; begin += CHUNK)
@@ -718,19 +718,19 @@ struct Activations {
   real* lse;            // (L, B,NH,T)
   real *gate, *up;      // (L, B,T,F); their gradients take their place
   // Recomputed where needed, one site at a time.
-  real* h;                 // (R, B,T,C) mixes; arch `average` appends their average
-  real* x;                 // (R, B,T,C) normalised mixes: what the sublayer reads
-  real* act;               // (B,T,F); in the backward its gradient, then act again
-  real *logits, *losses;   // (CLASSIFIER_ROWS,Vp), (B,T)
+  real* h;                // (R, B,T,C) mixes; arch `average` appends their average
+  real* x;                // (R, B,T,C) normalised mixes: what the sublayer reads
+  real* act;              // (B,T,F); in the backward its gradient, then act again
+  real *logits, *losses;  // (CLASSIFIER_ROWS,Vp), (B,T)
   // Gradients, one sublayer at a time; only the bank lives through the backward. The head's dx is the first.
-  real* dbank;         // (N+1, B,T,C): embedding, blocks
-  real *dh, *dx;       // (R, B,T,C)
-  real *dqkv, *datt;   // (B,T,3C), (B,T,C)
+  real* dbank;        // (N+1, B,T,C): embedding, blocks
+  real *dh, *dx;      // (R, B,T,C)
+  real *dqkv, *datt;  // (B,T,3C), (B,T,C)
 };
 
 struct Model {
   Config config;
-  size_t B = 0, T = 0;  // largest batch and context that the buffers hold
+  size_t B = 0, T = 0;                          // largest batch and context that the buffers hold
   Tensors<real> params, grads, adam_m, adam_v;  // each one allocation, in the order of the tensor table
   size_t num_elements = 0;                      // of each of the four, padding rows of wte included
   Activations acts = {};
@@ -883,8 +883,7 @@ void read_sources(Model& m, const Site& site, size_t BT, Weights weights) {
   if (site.R > 0 && weights == Weights::find)
     route_forward(h, site.p, site.sources.data(), site.rstd.data(), site.query, site.gain, BT, C, site.K,
                   site.R);
-  if (m.config.arch == Arch::average && site.R == 2)
-    average(h + 2 * BT * C, h, h + BT * C, BT * C);
+  if (m.config.arch == Arch::average && site.R == 2) average(h + 2 * BT * C, h, h + BT * C, BT * C);
   for (size_t n = 0; n < num_inputs(m.config, site); n++)
     rmsnorm_forward(m.acts.x + n * BT * C, site_mixes(m, site, BT) + n * BT * C, site.norm, BT, C);
 }
@@ -946,7 +945,8 @@ void read_sources_backward(Model& m, const Site& site, size_t BT) {
     rmsnorm_backward(dh + n * BT * C, site.dnorm, dx + n * BT * C, site_mixes(m, site, BT) + n * BT * C,
                      site.norm, BT, C);
   if (c.arch == Arch::average && R == 2) split_average(dh, dh + BT * C, BT * C);
-  if (R == 0) add(site.dsources[0], dh, BT * C);  // residual: h is the source itself
+  if (R == 0)
+    add(site.dsources[0], dh, BT * C);  // residual: h is the source itself
   else
     route_backward(site.dsources.data(), site.dquery, site.dgain, dh, m.acts.h, site.p, site.sources.data(),
                    site.rstd.data(), site.query, site.gain, BT, C, site.K, R);
@@ -1017,8 +1017,8 @@ double model_loss_and_gradients(Model& m, const int* tokens, const int* targets,
   const Activations& a = m.acts;
   const real dloss = 1 / (real(B * T) * real(accumulation));
   model_forward(m, tokens, B, T);
-  classifier(a.losses, nullptr, a.dx, m.grads.wte, a.x, m.params.wte, targets, dloss, a.logits, B * T, c.C,
-             c.V, c.Vp());
+  classifier(a.losses, nullptr, a.dx, m.grads.wte, a.x, m.params.wte, targets, dloss, a.logits, B * T, c.C, c.V,
+             c.Vp());
   model_backward(m, tokens, B, T);
   return mean_loss(a.losses, B * T);
 }
@@ -1117,9 +1117,8 @@ bool all_finite(const real* values, size_t n) {
 // Names a tensor and layer of a family that holds a number that is not finite: of several the one nearest to
 // the output, where a bad gradient begins before it spreads to all that comes below. "" if all are finite.
 std::string find_non_finite(const Config& c, Tensors<real>& family) {
-  return nearest_to_output(c, [&](TensorId id, size_t offset, size_t n) {
-    return !all_finite(family.tensor(id) + offset, n);
-  });
+  return nearest_to_output(
+      c, [&](TensorId id, size_t offset, size_t n) { return !all_finite(family.tensor(id) + offset, n); });
 }
 
 // Where numbers stopped being finite, for the message that ends the run, after model_loss_and_gradients of one
@@ -1149,7 +1148,10 @@ std::string blame_non_finite(Model& m, size_t BT) {
 // ---- checkpoint ----------------------------------------------------------------------------------------
 
 // Parameters as model.<name>, moments as adam_m.<name> and adam_v.<name>: float32, whatever `real` is.
-struct Family { const char* prefix; Tensors<real>* tensors; };
+struct Family {
+  const char* prefix;
+  Tensors<real>* tensors;
+};
 std::vector<Family> checkpoint_families(Model& m) {
   return {{"model.", &m.params}, {"adam_m.", &m.adam_m}, {"adam_v.", &m.adam_v}};
 }
@@ -1263,7 +1265,9 @@ std::vector<int> generate(Model& m, std::vector<int> context, size_t n, double t
 
 // ---- one training step ---------------------------------------------------------------------------------
 
-struct StepResult { double loss, norm; };
+struct StepResult {
+  double loss, norm;
+};
 
 // Example numbers position .. position + B * accumulation - 1 of the run's data order, B at a time; clipping;
 // one update. step counts from 1. Stops the program, naming the tensor, before a number that is not finite
@@ -1289,9 +1293,10 @@ StepResult train_step(Model& m, const TokenData& data, const Options& o, size_t 
       where = blame_non_finite(m, B * T);
     }
     if (where.empty()) where = "the sum of gradients or its norm, which overflowed";
-    fatal(EXIT_ERROR, "step %zu: loss %g, gradient norm %g, first bad number in %s; expected finite numbers."
-          " No update was made; resume from the last checkpoint, with a lower --lr", step, result.loss,
-          result.norm, where.c_str());
+    fatal(EXIT_ERROR,
+          "step %zu: loss %g, gradient norm %g, first bad number in %s; expected finite numbers."
+          " No update was made; resume from the last checkpoint, with a lower --lr",
+          step, result.loss, result.norm, where.c_str());
   }
   const double scale = o.clip > 0 && result.norm > o.clip ? o.clip / result.norm : 1;
   model_update(m, step, scale, lr, o.weight_decay, o.query_lr_mult);
@@ -1328,7 +1333,9 @@ static std::vector<MemoryLine> memory_lines(const Config& c, size_t B) {
   Activations none = {};
   for_each_activation(none, c, B, c.T, [&](const char*, real*&, size_t n) { activations += n * sizeof(real); });
   const size_t family = elements * sizeof(real);
-  return {{"parameters", family}, {"gradients", family}, {"AdamW moments", 2 * family},
+  return {{"parameters", family},
+          {"gradients", family},
+          {"AdamW moments", 2 * family},
           {"activations", activations}};
 }
 
@@ -1453,8 +1460,8 @@ int main(int argc, char** argv) {
     run.step++, run.tokens += o.total_batch, run.position += examples;
     if (run.step > first_step + 1) timed += seconds;
     const double each = run.step > first_step + 1 ? timed / double(run.step - first_step - 1) : -1;
-    const StepReport report = {run.step, o.steps, result.loss, result.norm, lr, seconds, o.total_batch,
-                               each * double(o.steps - run.step)};
+    const StepReport report = {run.step, o.steps, result.loss,   result.norm,
+                               lr,       seconds, o.total_batch, each * double(o.steps - run.step)};
     if (!o.quiet) printf("%s", step_line(report).c_str());
     log.write(step_event(run, report));
   }

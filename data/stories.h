@@ -166,8 +166,10 @@ class StoryTeller {
       } else if (event < 8) {
         if (t.holder != NOBODY || !may_meet(p.place, t.place)) continue;
         if (!say(name + " took the " + thing + ".")) return false;
-        if (p.place == UNKNOWN && t.place != UNKNOWN) move(who, t.place, false);
-        else t.place = p.place;
+        if (p.place == UNKNOWN && t.place != UNKNOWN)
+          move(who, t.place, false);
+        else
+          t.place = p.place;
         t.holder = who;
         t.told_holder = sentences;
         t.carried = t.asked_holder = false;
@@ -276,7 +278,9 @@ inline std::vector<uint16_t> story_tokens(StorySplit split, size_t min_tokens, s
 // is right most often for that kind of question, and one who gives the last name of the right sort.
 class StoryMarks {
  public:
-  struct Row { size_t asked = 0, right = 0, guessed = 0, latest = 0; };
+  struct Row {
+    size_t asked = 0, right = 0, guessed = 0, latest = 0;
+  };
 
   void add(const StoryQuestion& question, bool right) {
     Kind& kind = kinds[size_t(question.kind)];

@@ -47,8 +47,8 @@ constexpr const char* USAGE =
 size_t count_flag(const std::string& flag, const std::string& text, size_t min, size_t max) {
   uint64_t n;
   if (!parse_count(text, &n) || n < min || n > max)
-    fatal(EXIT_USAGE, "%s: got '%s', expected a whole number from %zu to %zu", flag.c_str(), text.c_str(),
-          min, max);
+    fatal(EXIT_USAGE, "%s: got '%s', expected a whole number from %zu to %zu", flag.c_str(), text.c_str(), min,
+          max);
   return n;
 }
 std::string unescape(const std::string& text) {
@@ -56,8 +56,10 @@ std::string unescape(const std::string& text) {
   for (size_t i = 0; i < text.size(); i++) {
     const char next = text[i] == '\\' && i + 1 < text.size() ? text[i + 1] : '\0';
     const char* found = next ? strchr("n\nt\tr\r\\\\", next) : nullptr;  // pairs: letter, what it stands for
-    if (found) result += found[1], i++;
-    else result += text[i];
+    if (found)
+      result += found[1], i++;
+    else
+      result += text[i];
   }
   return result;
 }
@@ -66,8 +68,14 @@ Settings parse_command_line(int argc, char** argv) {
   Settings s;
   for (int i = 1; i < argc; i++) {
     std::string flag = argv[i], value;
-    if (flag == "--help" || flag == "-h") { fputs(USAGE, stdout); exit(0); }
-    if (flag == "-" || flag.compare(0, 1, "-") != 0) { s.files.push_back(flag); continue; }
+    if (flag == "--help" || flag == "-h") {
+      fputs(USAGE, stdout);
+      exit(0);
+    }
+    if (flag == "-" || flag.compare(0, 1, "-") != 0) {
+      s.files.push_back(flag);
+      continue;
+    }
     const size_t equals = flag.find('=');
     if (equals != std::string::npos) {
       value = flag.substr(equals + 1);
@@ -76,23 +84,31 @@ Settings parse_command_line(int argc, char** argv) {
       if (i + 1 == argc) fatal(EXIT_USAGE, "%s: no value follows; see --help", flag.c_str());
       value = argv[++i];
     }
-    if (flag == "--out") s.out = value;
-    else if (flag == "--name") s.name = value;
-    else if (flag == "--tokenizer") s.tokenizer = value;
+    if (flag == "--out")
+      s.out = value;
+    else if (flag == "--name")
+      s.name = value;
+    else if (flag == "--tokenizer")
+      s.tokenizer = value;
     else if (flag == "--separator") {
       s.separator = unescape(value);
       if (s.separator.empty()) fatal(EXIT_USAGE, "--separator: empty; leave it out to cut at blank lines");
-    } else if (flag == "--shard-tokens") s.shard_tokens = count_flag(flag, value, 1, INT32_MAX);
-    else if (flag == "--val") s.val = count_flag(flag, value, 0, 100);
-    else if (flag == "--test") s.test = count_flag(flag, value, 0, 100);
-    else if (flag == "--max-document") s.max_document = count_flag(flag, value, 1, 1 << 30);
+    } else if (flag == "--shard-tokens")
+      s.shard_tokens = count_flag(flag, value, 1, INT32_MAX);
+    else if (flag == "--val")
+      s.val = count_flag(flag, value, 0, 100);
+    else if (flag == "--test")
+      s.test = count_flag(flag, value, 0, 100);
+    else if (flag == "--max-document")
+      s.max_document = count_flag(flag, value, 1, 1 << 30);
     else if (flag == "--bad-utf8") {
       int choice = 0;
       while (choice < 3 && value != BAD_UTF8_NAMES[choice]) choice++;
       if (choice == 3)
         fatal(EXIT_USAGE, "--bad-utf8: got '%s', expected error, replace or skip", value.c_str());
       s.bad_utf8 = BadUtf8(choice);
-    } else fatal(EXIT_USAGE, "%s: unknown flag; see --help", flag.c_str());
+    } else
+      fatal(EXIT_USAGE, "%s: unknown flag; see --help", flag.c_str());
   }
   if (s.out.empty()) fatal(EXIT_USAGE, "--out: expected the folder of the shards; see --help");
   if (s.files.empty()) fatal(EXIT_USAGE, "no text files named; see --help");
@@ -176,8 +192,10 @@ class Splitter {
     document(one, start + from);
   }
   [[noreturn]] void too_long(size_t offset) const {
-    fatal(EXIT_ERROR, "%s: the document at byte %zu is longer than %zu bytes; expected a separator before that "
-          "(see --separator, --max-document)", name.c_str(), offset, limit);
+    fatal(EXIT_ERROR,
+          "%s: the document at byte %zu is longer than %zu bytes; expected a separator before that "
+          "(see --separator, --max-document)",
+          name.c_str(), offset, limit);
   }
 };
 
@@ -194,9 +212,12 @@ size_t check_utf8(std::string& text, bool replace) {
       if (!replace) return bad;
       clean = text.substr(0, at);
     }
-    if (length == 0) clean += "\xEF\xBF\xBD", at++;
-    else if (bad != std::string::npos) clean.append(text, at, length), at += length;
-    else at += length;
+    if (length == 0)
+      clean += "\xEF\xBF\xBD", at++;
+    else if (bad != std::string::npos)
+      clean.append(text, at, length), at += length;
+    else
+      at += length;
   }
   if (bad != std::string::npos) text = clean;
   return bad;
@@ -216,7 +237,7 @@ struct Split {
   size_t documents = 0, bytes = 0, tokens = 0;  // in all
   std::vector<std::string> names;               // of its shards, the one being written last
   std::unique_ptr<OutFile> shard;
-  size_t shard_tokens = 0;                      // in that one
+  size_t shard_tokens = 0;  // in that one
 
   void add(const std::vector<uint16_t>& ids, const std::string& prefix, size_t limit) {
     if (shard && shard_tokens + ids.size() > limit) finish();
@@ -244,7 +265,8 @@ struct Split {
 bool is_shard_name(const std::string& file, const std::string& name) {
   for (const char* split : SPLITS)
     if (file.compare(0, name.size() + strlen(split) + 2, name + "_" + split + "_") == 0 &&
-        file.find(".bin") != std::string::npos) return true;
+        file.find(".bin") != std::string::npos)
+      return true;
   return false;
 }
 std::vector<std::string> shards_in(const std::string& folder, const std::string& name) {
@@ -293,7 +315,10 @@ int main(int argc, char** argv) {
       if (s.bad_utf8 == BadUtf8::error)
         fatal(EXIT_ERROR, "%s: byte %zu (0x%02x) is not UTF-8; see --bad-utf8", file_name.c_str(), offset + bad,
               unsigned(static_cast<unsigned char>(document[bad])));
-      if (s.bad_utf8 == BadUtf8::skip) { left_out++; return; }
+      if (s.bad_utf8 == BadUtf8::skip) {
+        left_out++;
+        return;
+      }
       repaired++;
     }
     const int which = split_of(document, s.val, s.test);

@@ -34,7 +34,10 @@ struct State {
   size_t checks = 0, failures = 0;
   size_t passed = 0, failed = 0, skipped = 0;
 };
-inline State& state() { static State s; return s; }
+inline State& state() {
+  static State s;
+  return s;
+}
 
 // Ends the case under way, if there is one: prints its line and counts it.
 inline void end_case() {
@@ -100,8 +103,9 @@ inline bool close(double got, double want, double tolerance, const char* express
                   int line) {
   const double error = std::fabs(got - want);
   if (error <= tolerance) return record(true, file, line, "");  // false for NaN
-  return record(false, file, line, std::string(expression) + ": got " + show(got) + ", want " + show(want) +
-                ", off by " + show(error) + ", allowed " + show(tolerance));
+  return record(false, file, line,
+                std::string(expression) + ": got " + show(got) + ", want " + show(want) + ", off by " +
+                    show(error) + ", allowed " + show(tolerance));
 }
 
 inline int finish() {

@@ -19,7 +19,9 @@ constexpr double LARGEST_RATIO = 16;  // and the largest over the largest
 constexpr double ROUNDINGS = 4;       // and so many roundings more, for what the plain loops get exactly
 
 template <class X>
-double epsilon() { return double(std::numeric_limits<X>::epsilon()); }
+double epsilon() {
+  return double(std::numeric_limits<X>::epsilon());
+}
 
 inline void set_threads(int n) {
 #ifdef _OPENMP
@@ -30,7 +32,9 @@ inline void set_threads(int n) {
 }
 
 template <class X>
-bool same_bits(const X* a, const X* b, size_t n) { return memcmp(a, b, n * sizeof(X)) == 0; }
+bool same_bits(const X* a, const X* b, size_t n) {
+  return memcmp(a, b, n * sizeof(X)) == 0;
+}
 template <class X>
 bool same_bits(const std::vector<X>& a, const std::vector<X>& b) {
   return a.size() == b.size() && same_bits(a.data(), b.data(), a.size());
@@ -43,11 +47,15 @@ double rms(const X* values, size_t n) {
   return n ? double(std::sqrt(sum / (long double)(n))) : 0;
 }
 template <class X>
-double rms(const std::vector<X>& values) { return rms(values.data(), values.size()); }
+double rms(const std::vector<X>& values) {
+  return rms(values.data(), values.size());
+}
 
 // Differences from the exact values, over the rms of those: their rms and the largest. Infinite if anything is
 // not finite.
-struct Error { double rms = 0, largest = 0; };
+struct Error {
+  double rms = 0, largest = 0;
+};
 
 template <class X, class Y>
 Error error_of(const X* got, const Y* exact, size_t n) {

@@ -39,17 +39,25 @@ inline double normal_number() {
   }
   return sum;
 }
-template <class X> Numbers normals(size_t n, double mean = 0, double deviation = 1) {
+template <class X>
+Numbers normals(size_t n, double mean = 0, double deviation = 1) {
   Numbers v(n);
   for (double& x : v) x = round_to<X>(mean + deviation * normal_number());
   return v;
 }
-template <class X> Numbers rounded_to(Numbers v) {
+template <class X>
+Numbers rounded_to(Numbers v) {
   for (double& x : v) x = round_to<X>(x);
   return v;
 }
-template <class real> std::vector<real> as(const Numbers& v) { return std::vector<real>(v.begin(), v.end()); }
-template <class real> Numbers from(const std::vector<real>& v) { return Numbers(v.begin(), v.end()); }
+template <class real>
+std::vector<real> as(const Numbers& v) {
+  return std::vector<real>(v.begin(), v.end());
+}
+template <class real>
+Numbers from(const std::vector<real>& v) {
+  return Numbers(v.begin(), v.end());
+}
 
 inline void store(float& to, double v) { to = float(v); }
 inline void store(int& to, double v) { to = int(v); }
@@ -64,12 +72,14 @@ inline double load(bf16 v) {
   memcpy(reinterpret_cast<char*>(&f) + 2, &v, 2);
   return f;
 }
-template <class X> void put(X* to, const Numbers& v) {
+template <class X>
+void put(X* to, const Numbers& v) {
   std::vector<X> host(v.size());
   for (size_t i = 0; i < v.size(); i++) store(host[i], v[i]);
   gpu::upload(to, host.data(), v.size());
 }
-template <class X> Numbers take(const X* at, size_t n) {
+template <class X>
+Numbers take(const X* at, size_t n) {
   std::vector<X> host(n);
   gpu::download(host.data(), at, n);
   Numbers v(n);
@@ -94,7 +104,9 @@ using Ints = Array<int>;
 
 // ---- comparing -----------------------------------------------------------------------------------------
 
-struct Error { double rms, max; };
+struct Error {
+  double rms, max;
+};
 inline double root_mean_square(const Numbers& v) {
   double squares = 0;
   for (double x : v) squares += x * x;
@@ -120,4 +132,7 @@ void compare(const char* what, const Numbers& got, const Numbers& plain, const N
   CHECK(g.rms <= FACTOR * p.rms + epsilon);
   CHECK(g.max <= FACTOR * p.max + 4 * epsilon);
 }
-template <class X> const char* type_name() { return std::is_same<X, bf16>::value ? "bf16" : "fp32"; }
+template <class X>
+const char* type_name() {
+  return std::is_same<X, bf16>::value ? "bf16" : "fp32";
+}

@@ -28,8 +28,10 @@ struct Team {
   void barrier() {
     std::unique_lock<std::mutex> lock(mutex);
     const size_t mine = round;
-    if (++waiting == size) waiting = 0, round++, next_round.notify_all();
-    else next_round.wait(lock, [&] { return round != mine; });
+    if (++waiting == size)
+      waiting = 0, round++, next_round.notify_all();
+    else
+      next_round.wait(lock, [&] { return round != mine; });
   }
 };
 

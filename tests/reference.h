@@ -69,10 +69,16 @@ enum class Round { value, gradient, both };  // what is stored: a number, its gr
 
 template <class X>
 struct Tape {
-  struct Node { uint32_t a, b; X da, db; };  // what the value was made of, and its derivatives by both
-  static constexpr uint32_t STORED = ~0u;    // in b: the gradient rounds to bf16 on its way to a
-  std::vector<Node> nodes{Node{}};           // node 0 stands for every constant
-  static Tape& get() { static Tape tape; return tape; }
+  struct Node {
+    uint32_t a, b;
+    X da, db;
+  };                                       // what the value was made of, and its derivatives by both
+  static constexpr uint32_t STORED = ~0u;  // in b: the gradient rounds to bf16 on its way to a
+  std::vector<Node> nodes{Node{}};         // node 0 stands for every constant
+  static Tape& get() {
+    static Tape tape;
+    return tape;
+  }
   void clear() { nodes.resize(1); }
 };
 
@@ -129,7 +135,9 @@ std::vector<X> tape_gradients(const Var<X>& result) {
 }
 
 template <class X, class = std::enable_if_t<std::is_arithmetic<X>::value>>
-X stored(X x, Round what) { return what == Round::gradient ? x : round_bf16(x); }
+X stored(X x, Round what) {
+  return what == Round::gradient ? x : round_bf16(x);
+}
 template <class X>
 Var<X> stored(const Var<X>& x, Round what) {
   Var<X> result = Var<X>::record(stored(x.value, what), x, 1, Var<X>(), 0);
@@ -143,8 +151,14 @@ void store(bool bf16, std::vector<X>& numbers, Round what = Round::both) {
     for (X& x : numbers) x = stored(x, what);
 }
 
-template <class X> X plain_value(const X& x) { return x; }
-template <class X> X plain_value(const Var<X>& x) { return x.value; }
+template <class X>
+X plain_value(const X& x) {
+  return x;
+}
+template <class X>
+X plain_value(const Var<X>& x) {
+  return x.value;
+}
 
 // Largest of n numbers; a constant as far as gradients are concerned.
 template <class X>
@@ -159,7 +173,8 @@ X maximum(const X* z, size_t n) {
 
 constexpr double EPS = 1e-6;
 
-template <class X> using Array = std::vector<X>;
+template <class X>
+using Array = std::vector<X>;
 
 // 1 / sqrt(mean(x^2) + eps) of one token
 template <class X>
@@ -192,7 +207,9 @@ Array<X> softmax(const Array<X>& z) {
 }
 
 template <class X>
-struct Read { Array<X> h, p; };  // (BT,C), (BT,K)
+struct Read {
+  Array<X> h, p;
+};  // (BT,C), (BT,K)
 
 // k_j = gain * rmsnorm(s_j)    z_j = query . k_j    p = softmax(z)    h = sum_j p_j s_j
 template <class X>
@@ -227,9 +244,18 @@ Array<X> linear(const Array<X>& x, const X* w, size_t BT, size_t IC, size_t OC) 
 }
 
 // Angles are double, or long double where X is: nobody computes them in float.
-template <class X> struct AngleType { using type = double; };
-template <> struct AngleType<long double> { using type = long double; };
-template <class X> struct AngleType<Var<X>> { using type = typename AngleType<X>::type; };
+template <class X>
+struct AngleType {
+  using type = double;
+};
+template <>
+struct AngleType<long double> {
+  using type = long double;
+};
+template <class X>
+struct AngleType<Var<X>> {
+  using type = typename AngleType<X>::type;
+};
 
 // Turns the pair (i, i + HS/2) of every head by t * 10000^(-2i / HS): (lo + i hi) times e^(i angle). x (B,T,C)
 template <class X>
@@ -250,13 +276,17 @@ Array<X> rope(const Array<X>& x, size_t B, size_t T, size_t C, size_t NH) {
 }
 
 template <class X>
-struct Attention { Array<X> att, lse, a; };  // (B,T,C), (B,NH,T), probabilities (B,NH,T,T)
+struct Attention {
+  Array<X> att, lse, a;
+};  // (B,T,C), (B,NH,T), probabilities (B,NH,T,T)
 
 // q, k, v (B,T,C): a_tu = softmax over u <= t of q_t . k_u / sqrt(HS), att_t = sum_u a_tu v_u
 template <class X>
 Attention<X> attention(const Array<X>& q, const Array<X>& k, const Array<X>& v, size_t B, size_t T, size_t C,
                        size_t NH, bool bf16 = false) {
-  using std::exp; using std::log; using std::sqrt;
+  using std::exp;
+  using std::log;
+  using std::sqrt;
   const size_t HS = C / NH;
   const X root = sqrt(X(double(HS)));
   Attention<X> out{Array<X>(B * T * C), Array<X>(B * NH * T), Array<X>(B * NH * T * T)};
@@ -298,7 +328,8 @@ Array<X> swiglu(const Array<X>& gate, const Array<X>& up) {
 // -log softmax(logits)[target]; logits (BT,V)
 template <class X>
 Array<X> cross_entropy(const Array<X>& logits, const std::vector<int>& targets, size_t BT, size_t V) {
-  using std::exp; using std::log;
+  using std::exp;
+  using std::log;
   Array<X> losses(BT);
   for (size_t bt = 0; bt < BT; bt++) {
     const X* z = &logits[bt * V];
@@ -312,7 +343,8 @@ Array<X> cross_entropy(const Array<X>& logits, const std::vector<int>& targets, 
 
 // ---- the whole model, with the depth memory as an explicit list --------------------------------------
 
-template <class X> using Params = std::map<std::string, Array<X>>;  // by the names of the tensor table
+template <class X>
+using Params = std::map<std::string, Array<X>>;  // by the names of the tensor table
 
 template <class X>
 struct Run {
@@ -345,8 +377,8 @@ Run<X> run_model(const Config& c, const Params<X>& w, const std::vector<int>& to
   for (size_t bt = 0; bt < BT; bt++)
     for (size_t i = 0; i < C; i++) bank[0][bt * C + i] = w.at("wte")[size_t(tokens[bt]) * C + i];
   store(bf16, bank[0]);
-  Array<X> partial;              // empty: none
-  Array<X> residual = bank[0];   // embedding + sum of all outputs, for the plain Transformer
+  Array<X> partial;             // empty: none
+  Array<X> residual = bank[0];  // embedding + sum of all outputs, for the plain Transformer
 
   // One site: reads with the given queries, then normalises each mix. Leaves x_qk and x_v.
   auto read = [&](const std::vector<Array<X>>& queries, const char* gain_name, const char* norm_name,

@@ -10,11 +10,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "dev/common/json.h"  // Json
-#include "dev/common/random.h"  // philox: made-up tokens
+#include "dev/common/json.h"         // Json
+#include "dev/common/random.h"       // philox: made-up tokens
 #include "dev/common/safetensors.h"  // Checkpoint
-#include "dev/common/shards.h"  // SHARD_MAGIC
-#include "tests/child.h"  // Scratch
+#include "dev/common/shards.h"       // SHARD_MAGIC
+#include "tests/child.h"             // Scratch
 
 inline const Scratch scratch;  // of this test, removed at its end
 inline const std::string& folder = scratch.path;
@@ -54,8 +54,10 @@ inline std::string command(const std::string& out, const std::string& flags) {
                            folder + "/val_*.bin' --out " + folder + "/" + out + " " + flags);
   std::string name, word;
   while (words >> word) {
-    if (word.compare(0, 2, "--") == 0) values[name = word] = "";
-    else values[name] = word;
+    if (word.compare(0, 2, "--") == 0)
+      values[name = word] = "";
+    else
+      values[name] = word;
   }
   std::string text = TRAINER;
   for (const auto& flag : values) text += " " + flag.first + " " + flag.second;
@@ -100,7 +102,7 @@ class Process {
   }
   void signal(int number) {
     if (running()) kill(id, number);
-  }  // a number that has ended may be another's by now
+  }             // a number that has ended may be another's by now
   int wait() {  // exit status; 128 + signal if a signal ended it
     if (id > 0) waitpid(id, &state, 0);
     id = 0;

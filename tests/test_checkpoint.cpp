@@ -18,13 +18,16 @@
 
 // ---- a small checkpoint --------------------------------------------------------------------------------
 
-struct Tensor { std::string name; std::vector<size_t> shape; std::vector<float> data; };
+struct Tensor {
+  std::string name;
+  std::vector<size_t> shape;
+  std::vector<float> data;
+};
 
 static std::vector<Tensor> make_tensors(uint64_t seed = 1) {
   // One is larger than a chunk and no multiple of it, so that chunks meet inside.
-  std::vector<Tensor> tensors = {{"model.wte", {3, 5}, {}},
-                                 {"model.wo", {2, 3, 50000}, {}},
-                                 {"adam_v.norm", {1}, {}}};
+  std::vector<Tensor> tensors = {
+      {"model.wte", {3, 5}, {}}, {"model.wo", {2, 3, 50000}, {}}, {"adam_v.norm", {1}, {}}};
   for (Tensor& t : tensors) {
     size_t n = 1;
     for (size_t d : t.shape) n *= d;
@@ -91,9 +94,8 @@ extern "C" int rename(const char* from, const char* to) noexcept {
 static void test_round_trip(const Scratch& folder) {
   TEST("round trip: every bit of every tensor, every character of the metadata");
   const std::vector<Tensor> tensors = make_tensors();
-  const Metadata metadata = {{"step", "500"},
-                             {"prompt", "\"quotes\", \\, \n, \t, \x01 and \u00e9\U0001f600"},
-                             {"empty", ""}};
+  const Metadata metadata = {
+      {"step", "500"}, {"prompt", "\"quotes\", \\, \n, \t, \x01 and \u00e9\U0001f600"}, {"empty", ""}};
   const std::string path = folder / "a.safetensors";
   write_tensors(path, tensors, metadata);
   const Checkpoint checkpoint = Checkpoint::open(path);
@@ -135,21 +137,25 @@ static void test_config(const Scratch&) {
   }
   TEST("metadata that are no config are refused, field by field");
   const Metadata good = config_to_metadata(Config());
-  const struct { const char *name, *text, *message; } cases[] = {
-    {"layers", nullptr, "metadata lacks layers"},
-    {"arch", "resnet", "metadata: arch is 'resnet', expected rd|block|tied|average|frozen-v|residual"},
-    {"layers", "0", "metadata: layers is '0', expected a whole number from 1 to 4096"},
-    {"width", "99999999999999999999", "metadata: width is '99999999999999999999', expected a whole number"},
-    {"heads", "-4", "metadata: heads is '-4', expected a whole number"},
-    {"heads", "3", "metadata: heads: got 3; expected width / heads, here 128 / 3"},
-    {"block-size", "3", "metadata: block-size: got 3, expected an even number"},
-    {"vocab", "", "metadata: vocab is '', expected a whole number from 2"},
-    {"format_version", "rdattnres-9", "metadata: format_version is 'rdattnres-9', expected rdattnres-1"},
+  const struct {
+    const char *name, *text, *message;
+  } cases[] = {
+      {"layers", nullptr, "metadata lacks layers"},
+      {"arch", "resnet", "metadata: arch is 'resnet', expected rd|block|tied|average|frozen-v|residual"},
+      {"layers", "0", "metadata: layers is '0', expected a whole number from 1 to 4096"},
+      {"width", "99999999999999999999", "metadata: width is '99999999999999999999', expected a whole number"},
+      {"heads", "-4", "metadata: heads is '-4', expected a whole number"},
+      {"heads", "3", "metadata: heads: got 3; expected width / heads, here 128 / 3"},
+      {"block-size", "3", "metadata: block-size: got 3, expected an even number"},
+      {"vocab", "", "metadata: vocab is '', expected a whole number from 2"},
+      {"format_version", "rdattnres-9", "metadata: format_version is 'rdattnres-9', expected rdattnres-1"},
   };
   for (const auto& c : cases) {
     Metadata bad = good;
-    if (c.text) bad[c.name] = c.text;
-    else bad.erase(c.name);
+    if (c.text)
+      bad[c.name] = c.text;
+    else
+      bad.erase(c.name);
     Config config;
     const std::string error = config_from_metadata(bad, &config);
     printf("     %s\n", error.c_str());
@@ -174,13 +180,14 @@ static void test_hostile(const Scratch& folder) {
   const std::string two = R"({"a":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},)";  // b follows
   TEST("hand-made files that are good: no metadata, any order, empty tensors, other types beside ours");
   const std::string good[] = {
-    raw_file("{}", 0),
-    raw_file(R"({"a":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}}   )", 24),
-    raw_file(R"({"b":{"dtype":"F32","shape":[],"data_offsets":[24,28]},)"
-             R"("a":{"shape":[6],"data_offsets":[0,24],"dtype":"F32"}})", 28),
-    raw_file(two + R"("b":{"dtype":"F32","shape":[0,9],"data_offsets":[24,24]}})", 24),
-    raw_file(two + R"("b":{"dtype":"BF16","shape":[4],"data_offsets":[24,32]}})", 32),
-    raw_file(two + R"("__metadata__":{"format":"pt"}})", 24),
+      raw_file("{}", 0),
+      raw_file(R"({"a":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}}   )", 24),
+      raw_file(R"({"b":{"dtype":"F32","shape":[],"data_offsets":[24,28]},)"
+               R"("a":{"shape":[6],"data_offsets":[0,24],"dtype":"F32"}})",
+               28),
+      raw_file(two + R"("b":{"dtype":"F32","shape":[0,9],"data_offsets":[24,24]}})", 24),
+      raw_file(two + R"("b":{"dtype":"BF16","shape":[4],"data_offsets":[24,32]}})", 32),
+      raw_file(two + R"("__metadata__":{"format":"pt"}})", 24),
   };
   for (const std::string& bytes : good) {
     write_file(path, bytes);
@@ -191,61 +198,68 @@ static void test_hostile(const Scratch& folder) {
   CHECK_EQ(mixed.problem("a", {2, 3}), "");
   CHECK_EQ(mixed.problem("b", {4}), path + ": tensor b is BF16, expected F32");
 
-  const struct { const char* name; std::string bytes; const char* message; } bad[] = {
-    {"an empty file", "", "0 bytes, too short for a safetensors file"},
-    {"seven bytes", "1234567", "7 bytes, too short"},
-    {"a header longer than the file", raw_file("{}", 0, 3), "cut short: header of 3 bytes in a file of 10"},
-    {"a header of 2^63 bytes", raw_file("{}", 0, uint64_t(1) << 63),
-     "no safetensors file: header of 9223372036854775808 bytes"},
-    {"a header of 2^64 - 1 bytes", raw_file("{}", 0, UINT64_MAX - 1), "no safetensors file: header of"},
-    {"a text file", "Once upon a time there was a file of text.", "no safetensors file: header of"},
-    {"no JSON", raw_file("hello", 0), "header: bad JSON at byte 0: expected a value"},
-    {"half a JSON", raw_file("{\"a\":", 0), "header: bad JSON at byte 5: ends where a value should be"},
-    {"JSON with more behind it", raw_file("{}{}", 0), "header: bad JSON at byte 2: more text after the value"},
-    {"a list", raw_file("[]", 0), "header: expected a JSON object"},
-    {"deep nesting", raw_file(std::string(100000, '['), 0), "header: bad JSON at byte 33: nested too deeply"},
-    {"two tensors of one name", raw_file(two + two.substr(1, two.size() - 2) + "}", 24),
-     "a name stands twice in an object"},
-    {"metadata that are a list", raw_file(R"({"__metadata__":[]})", 0), "header: __metadata__ is no object"},
-    {"metadata that are numbers", raw_file(R"({"__metadata__":{"step":5}})", 0),
-     "header: metadata step is no string"},
-    {"a tensor that is a number", raw_file(R"({"a":5})", 0), "header: tensor a has no dtype"},
-    {"no shape", raw_file(R"({"a":{"dtype":"F32","data_offsets":[0,4]}})", 4), "header: tensor a has no shape"},
-    {"no offsets", raw_file(R"({"a":{"dtype":"F32","shape":[1]}})", 4), "header: tensor a has no data_offsets"},
-    {"three offsets", raw_file(R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4,8]}})", 4),
-     "header: tensor a has no data_offsets"},
-    {"a negative dimension", raw_file(R"({"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}})", 4),
-     "tensor a: a dimension is no whole number"},
-    {"a broken dimension", raw_file(R"({"a":{"dtype":"F32","shape":[1.5],"data_offsets":[0,4]}})", 4),
-     "tensor a: a dimension is no whole number"},
-    {"offsets past 2^64",
-     raw_file(R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,18446744073709551617]}})", 4),
-     "data_offsets are no whole numbers"},
-    {"offsets past the file", raw_file(R"({"a":{"dtype":"F32","shape":[250],"data_offsets":[0,1000]}})", 4),
-     "4 bytes of data, expected 1000"},
-    {"offsets the wrong way round", raw_file(R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[4,0]}})", 4),
-     "tensor a ends before it starts"},
-    {"a shape that overflows",
-     raw_file(R"({"a":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,4]}})", 4),
-     "tensor a has a shape that does not fit in 64 bits"},
-    {"a shape that overflows to fit",
-     raw_file(R"({"a":{"dtype":"F32","shape":[4611686018427387905],"data_offsets":[0,4]}})", 4),
-     "tensor a has a shape that does not fit in 64 bits"},
-    {"a shape that does not fit its place",
-     raw_file(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}})", 4),
-     "tensor a takes 4 bytes, expected 8 for its shape"},
-    {"overlap", raw_file(two + R"("b":{"dtype":"F32","shape":[1],"data_offsets":[20,24]}})", 24),
-     "a tensor starts at byte 20 of the data, expected 24"},
-    {"the same place twice", raw_file(two + R"("b":{"dtype":"F32","shape":[6],"data_offsets":[0,24]}})", 24),
-     "a tensor starts at byte 0 of the data, expected 24"},
-    {"a gap", raw_file(two + R"("b":{"dtype":"F32","shape":[1],"data_offsets":[28,32]}})", 32),
-     "a tensor starts at byte 28 of the data, expected 24"},
-    {"data left over", raw_file(two + R"("b":{"dtype":"F32","shape":[1],"data_offsets":[24,28]}})", 32),
-     "32 bytes of data, expected 28"},
-    {"a file of ours without its checksum",
-     raw_file(two + R"("__metadata__":{"format_version":"rdattnres-1"}})", 24), "metadata lacks checksum"},
-    {"a checksum that is wrong", raw_file(two + R"("__metadata__":{"checksum":"0123456789abcdef"}})", 24),
-     "expected 0123456789abcdef: altered"},
+  const struct {
+    const char* name;
+    std::string bytes;
+    const char* message;
+  } bad[] = {
+      {"an empty file", "", "0 bytes, too short for a safetensors file"},
+      {"seven bytes", "1234567", "7 bytes, too short"},
+      {"a header longer than the file", raw_file("{}", 0, 3), "cut short: header of 3 bytes in a file of 10"},
+      {"a header of 2^63 bytes", raw_file("{}", 0, uint64_t(1) << 63),
+       "no safetensors file: header of 9223372036854775808 bytes"},
+      {"a header of 2^64 - 1 bytes", raw_file("{}", 0, UINT64_MAX - 1), "no safetensors file: header of"},
+      {"a text file", "Once upon a time there was a file of text.", "no safetensors file: header of"},
+      {"no JSON", raw_file("hello", 0), "header: bad JSON at byte 0: expected a value"},
+      {"half a JSON", raw_file("{\"a\":", 0), "header: bad JSON at byte 5: ends where a value should be"},
+      {"JSON with more behind it", raw_file("{}{}", 0),
+       "header: bad JSON at byte 2: more text after the value"},
+      {"a list", raw_file("[]", 0), "header: expected a JSON object"},
+      {"deep nesting", raw_file(std::string(100000, '['), 0), "header: bad JSON at byte 33: nested too deeply"},
+      {"two tensors of one name", raw_file(two + two.substr(1, two.size() - 2) + "}", 24),
+       "a name stands twice in an object"},
+      {"metadata that are a list", raw_file(R"({"__metadata__":[]})", 0), "header: __metadata__ is no object"},
+      {"metadata that are numbers", raw_file(R"({"__metadata__":{"step":5}})", 0),
+       "header: metadata step is no string"},
+      {"a tensor that is a number", raw_file(R"({"a":5})", 0), "header: tensor a has no dtype"},
+      {"no shape", raw_file(R"({"a":{"dtype":"F32","data_offsets":[0,4]}})", 4),
+       "header: tensor a has no shape"},
+      {"no offsets", raw_file(R"({"a":{"dtype":"F32","shape":[1]}})", 4),
+       "header: tensor a has no data_offsets"},
+      {"three offsets", raw_file(R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4,8]}})", 4),
+       "header: tensor a has no data_offsets"},
+      {"a negative dimension", raw_file(R"({"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}})", 4),
+       "tensor a: a dimension is no whole number"},
+      {"a broken dimension", raw_file(R"({"a":{"dtype":"F32","shape":[1.5],"data_offsets":[0,4]}})", 4),
+       "tensor a: a dimension is no whole number"},
+      {"offsets past 2^64",
+       raw_file(R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,18446744073709551617]}})", 4),
+       "data_offsets are no whole numbers"},
+      {"offsets past the file", raw_file(R"({"a":{"dtype":"F32","shape":[250],"data_offsets":[0,1000]}})", 4),
+       "4 bytes of data, expected 1000"},
+      {"offsets the wrong way round", raw_file(R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[4,0]}})", 4),
+       "tensor a ends before it starts"},
+      {"a shape that overflows",
+       raw_file(R"({"a":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,4]}})", 4),
+       "tensor a has a shape that does not fit in 64 bits"},
+      {"a shape that overflows to fit",
+       raw_file(R"({"a":{"dtype":"F32","shape":[4611686018427387905],"data_offsets":[0,4]}})", 4),
+       "tensor a has a shape that does not fit in 64 bits"},
+      {"a shape that does not fit its place",
+       raw_file(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}})", 4),
+       "tensor a takes 4 bytes, expected 8 for its shape"},
+      {"overlap", raw_file(two + R"("b":{"dtype":"F32","shape":[1],"data_offsets":[20,24]}})", 24),
+       "a tensor starts at byte 20 of the data, expected 24"},
+      {"the same place twice", raw_file(two + R"("b":{"dtype":"F32","shape":[6],"data_offsets":[0,24]}})", 24),
+       "a tensor starts at byte 0 of the data, expected 24"},
+      {"a gap", raw_file(two + R"("b":{"dtype":"F32","shape":[1],"data_offsets":[28,32]}})", 32),
+       "a tensor starts at byte 28 of the data, expected 24"},
+      {"data left over", raw_file(two + R"("b":{"dtype":"F32","shape":[1],"data_offsets":[24,28]}})", 32),
+       "32 bytes of data, expected 28"},
+      {"a file of ours without its checksum",
+       raw_file(two + R"("__metadata__":{"format_version":"rdattnres-1"}})", 24), "metadata lacks checksum"},
+      {"a checksum that is wrong", raw_file(two + R"("__metadata__":{"checksum":"0123456789abcdef"}})", 24),
+       "expected 0123456789abcdef: altered"},
   };
   for (const auto& c : bad) {
     TEST(std::string("refused: ") + c.name);
@@ -329,11 +343,12 @@ static void test_writing(const Scratch& folder) {
 
   TEST("disk full on the way (a limit on the file's size): refused, the old file whole, no leftovers");
   CHECK(refuses(in_child([&] {
-          signal(SIGXFSZ, SIG_IGN);
-          const struct rlimit limit = {600000, 600000};
-          setrlimit(RLIMIT_FSIZE, &limit);
-          write_tensors(path, fresh, {});
-        }), 1, path + ": cannot write: File too large"));
+                  signal(SIGXFSZ, SIG_IGN);
+                  const struct rlimit limit = {600000, 600000};
+                  setrlimit(RLIMIT_FSIZE, &limit);
+                  write_tensors(path, fresh, {});
+                }),
+                1, path + ": cannot write: File too large"));
   CHECK(holds(Checkpoint::open(path), old));
   CHECK_EQ(file_list(), "w.safetensors ");
 

@@ -49,7 +49,8 @@ static void test_check() {
   CHECK(refuses(in_child([] {
                   before_fatal = [] { fatal(3, "disk full"); };
                   fatal(7, "not finite");
-                }), 3, "disk full"));
+                }),
+                3, "disk full"));
 
   TEST("an error in the background thread is an exception there, and the end elsewhere");
   std::string message;
@@ -96,8 +97,8 @@ static void test_check() {
   double x = 0;
   CHECK(parse_count("18446744073709551615", &n) && n == UINT64_MAX);
   CHECK(parse_count("007", &n) && n == 7);
-  for (const char* bad : {"", " 1", "1 ", "-1", "+1", "1.0", "0x1", "1e3", "18446744073709551616",
-                          "99999999999999999999"})
+  for (const char* bad :
+       {"", " 1", "1 ", "-1", "+1", "1.0", "0x1", "1e3", "18446744073709551616", "99999999999999999999"})
     if (!CHECK(!parse_count(bad, &n))) printf("     '%s'\n", bad);
   CHECK(parse_double("-1.5e-3", &x) && x == -1.5e-3);
   for (const char* bad : {"", "1x", "1 ", "nan", "inf", "1e999", "0x1p3", "--1", "1e", ".", "1,5"})
@@ -134,11 +135,16 @@ static void test_check() {
 
 static void test_random() {
   TEST("Philox4x32-10: the three vectors its authors published");
-  const struct { uint64_t key, hi, lo; uint32_t want[4]; } vectors[] = {
-    {0, 0, 0, {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}},
-    {UINT64_MAX, UINT64_MAX, UINT64_MAX, {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}},
-    {0x299f31d0a4093822, 0x0370734413198a2e, 0x85a308d3243f6a88,
-     {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}},
+  const struct {
+    uint64_t key, hi, lo;
+    uint32_t want[4];
+  } vectors[] = {
+      {0, 0, 0, {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}},
+      {UINT64_MAX, UINT64_MAX, UINT64_MAX, {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}},
+      {0x299f31d0a4093822,
+       0x0370734413198a2e,
+       0x85a308d3243f6a88,
+       {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}},
   };
   for (const auto& v : vectors) {
     const Random4 got = philox(v.key, v.hi, v.lo);
@@ -222,8 +228,7 @@ static void test_schedule() {
   TEST("schedule: first step, warm-up, peak, middle, last step, past the end");
   const size_t steps = 1001, warmup = 100;
   const auto rate = [&](size_t step) { return learning_rate(step, steps, warmup, lr, ratio); };
-  for (size_t step : {0, 50, 99, 100, 549, 550, 1000, 5000})
-    printf("     step %4zu: %.9e\n", step, rate(step));
+  for (size_t step : {0, 50, 99, 100, 549, 550, 1000, 5000}) printf("     step %4zu: %.9e\n", step, rate(step));
   CHECK_CLOSE(rate(0), lr / 100, 1e-18);  // never 0
   CHECK_CLOSE(rate(49), lr / 2, 1e-18);
   CHECK_EQ(rate(99), lr);
@@ -346,10 +351,36 @@ static void test_json() {
   CHECK_EQ(JsonParser::parse(std::string(32, '[') + std::string(32, ']'), &json), "");
 
   TEST("JSON: what is refused");
-  for (const char* bad : {"", " ", "{", "}", "[", "[1,]", "[1 2]", "1 2", "tru", "nul", "NaN", "-", "1.2.3",
-                          "0x10", R"({"a"})", R"({"a":})", R"({"a":1,})", R"({a:1})", R"({"a":1 "b":2})",
-                          R"({"a":1,"a":2})", R"(")", R"("a)", R"("\)", R"("\x")", R"("\u12")", R"("\u12g4")",
-                          R"("\ud83d")", R"("\ude00")", R"("\ud83d\u0041")", "\"\n\""}) {
+  for (const char* bad : {"",
+                          " ",
+                          "{",
+                          "}",
+                          "[",
+                          "[1,]",
+                          "[1 2]",
+                          "1 2",
+                          "tru",
+                          "nul",
+                          "NaN",
+                          "-",
+                          "1.2.3",
+                          "0x10",
+                          R"({"a"})",
+                          R"({"a":})",
+                          R"({"a":1,})",
+                          R"({a:1})",
+                          R"({"a":1 "b":2})",
+                          R"({"a":1,"a":2})",
+                          R"(")",
+                          R"("a)",
+                          R"("\)",
+                          R"("\x")",
+                          R"("\u12")",
+                          R"("\u12g4")",
+                          R"("\ud83d")",
+                          R"("\ude00")",
+                          R"("\ud83d\u0041")",
+                          "\"\n\""}) {
     Json value;
     const std::string error = JsonParser::parse(bad, &value);
     if (!CHECK(error.compare(0, 16, "bad JSON at byte") == 0)) printf("     %s: '%s'\n", bad, error.c_str());
@@ -418,7 +449,10 @@ static void test_log() {
   }
   const std::string rubbish = "rubbish\n[1]\n{\"event\":\"step\",\"step\":\"x\"}\n", torn = "{\"step\":3";
   write_file(path, read_file(path) + rubbish + torn);
-  { Log log(folder.path, 5); log.write(Event("step").add("step", 6).add("again", 1)); }
+  {
+    Log log(folder.path, 5);
+    log.write(Event("step").add("step", 6).add("again", 1));
+  }
   events = read_log(path);
   CHECK_EQ(events.size(), 7u);
   CHECK_EQ(events[0].find("event")->text, "config");
@@ -469,15 +503,25 @@ static void test_flops() {
   // Dense multiply-adds of bf16 a clock and multiprocessor, summed in float32; multiprocessors; highest clock.
   // Makers round, and state some cards below their highest clock: 7%. A figure with sparsity, or of half sums,
   // is off by 2.
-  struct Chip { const char* name; double per_clock, count, mhz; };
-  const Chip chips[] = {
-    {"NVIDIA A100-SXM4-40GB", 1024, 108, 1410}, {"NVIDIA A100-SXM4-80GB", 1024, 108, 1410},
-    {"NVIDIA A100-PCIE-40GB", 1024, 108, 1410}, {"NVIDIA A100 80GB PCIe", 1024, 108, 1410},
-    {"NVIDIA A10", 512, 72, 1695}, {"NVIDIA RTX A6000", 512, 84, 1800},
-    {"NVIDIA GeForce RTX 3090", 256, 82, 1695}, {"NVIDIA GeForce RTX 4090", 256, 128, 2520},
-    {"NVIDIA L4", 512, 58, 2040}, {"NVIDIA L40S", 512, 142, 2520}, {"NVIDIA H100 PCIe", 2048, 114, 1620},
-    {"NVIDIA H100 80GB HBM3", 2048, 132, 1830}, {"NVIDIA H200", 2048, 132, 1830},
-    {"NVIDIA GeForce RTX 5090", 256, 170, 2407}, {"NVIDIA B200", 4096, 148, 1965}};
+  struct Chip {
+    const char* name;
+    double per_clock, count, mhz;
+  };
+  const Chip chips[] = {{"NVIDIA A100-SXM4-40GB", 1024, 108, 1410},
+                        {"NVIDIA A100-SXM4-80GB", 1024, 108, 1410},
+                        {"NVIDIA A100-PCIE-40GB", 1024, 108, 1410},
+                        {"NVIDIA A100 80GB PCIe", 1024, 108, 1410},
+                        {"NVIDIA A10", 512, 72, 1695},
+                        {"NVIDIA RTX A6000", 512, 84, 1800},
+                        {"NVIDIA GeForce RTX 3090", 256, 82, 1695},
+                        {"NVIDIA GeForce RTX 4090", 256, 128, 2520},
+                        {"NVIDIA L4", 512, 58, 2040},
+                        {"NVIDIA L40S", 512, 142, 2520},
+                        {"NVIDIA H100 PCIe", 2048, 114, 1620},
+                        {"NVIDIA H100 80GB HBM3", 2048, 132, 1830},
+                        {"NVIDIA H200", 2048, 132, 1830},
+                        {"NVIDIA GeForce RTX 5090", 256, 170, 2407},
+                        {"NVIDIA B200", 4096, 148, 1965}};
   CHECK_EQ(std::size(chips), std::size(CARDS));
   for (const Chip& chip : chips) {
     const Card* card = find_card(chip.name);
@@ -489,8 +533,8 @@ static void test_flops() {
   }
 
   TEST("cards: full names only, none is guessed");
-  for (const char* name : {"", "NVIDIA", "NVIDIA A10G", "NVIDIA H100", "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
-                           "NVIDIA H200 NVL"})
+  for (const char* name :
+       {"", "NVIDIA", "NVIDIA A10G", "NVIDIA H100", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H200 NVL"})
     CHECK(find_card(name) == nullptr);
 }
 
@@ -503,8 +547,9 @@ static void test_report() {
   r.flops = 0.41 * 989e12 * 0.312, r.peak_flops = 989e12;
   line = step_line(r);
   printf("     %s", line.c_str());
-  CHECK_EQ(line, "step    7/1000 | loss 7.1234 | norm 1.234 | lr 6.00e-04 | 312 ms | 41% of 989 TFLOP/s"
-                 " | 418k tok/s | eta 2m10s\n");
+  CHECK_EQ(line,
+           "step    7/1000 | loss 7.1234 | norm 1.234 | lr 6.00e-04 | 312 ms | 41% of 989 TFLOP/s"
+           " | 418k tok/s | eta 2m10s\n");
   r.peak_flops = 0;
   CHECK(step_line(r).find(" | 312 ms | n/a of peak | 418k tok/s") != std::string::npos);
   r = {1000, 1000, 1.0, 0.5, 1e-5, 0.0021, 64, -1};
@@ -516,8 +561,9 @@ static void test_report() {
            " one large product reaches 742.1 TFLOP/s, 75%\n");
   CHECK_EQ(peak_line("NVIDIA L4", 0),
            "peak        121 TFLOP/s in bf16, dense (NVIDIA L4 data sheet, 242 with sparsity)\n");
-  CHECK_EQ(peak_line("NVIDIA H300", 1e15), "peak        n/a: no figure for NVIDIA H300 in dev/common/flops.h;"
-                                           " one large product reaches 1000 TFLOP/s\n");
+  CHECK_EQ(peak_line("NVIDIA H300", 1e15),
+           "peak        n/a: no figure for NVIDIA H300 in dev/common/flops.h;"
+           " one large product reaches 1000 TFLOP/s\n");
   Config paper;
   paper.L = 16, paper.C = 576, paper.NH = 9, paper.F = 2880, paper.S = 4, paper.T = 1024, paper.V = 32768;
   // 6 for each of 119,734,272 weights; 3 x 16 x 4 x 576 x 512.5; 3 x 4 x 576 for each of 257 sources read
@@ -531,11 +577,12 @@ static void test_report() {
                                         {"model_forward", 10, 0, 0, 0}};
   std::string profile = profile_table(rows, 10, true);
   printf("%s", profile.c_str());
-  CHECK_EQ(profile, "profile of 10 steps, 2.000 ms each, the events' own time included\n"
-                  "  calls  ms/step  share   MB/step    GB/s  GFLOP/step  TFLOP/s\n"
-                  "      4    1.500  75.0%         -       -      300.00    200.0  matmul_forward 8 x 4 x 2\n"
-                  "      2    0.500  25.0%   1000.00    2000           -        -  swiglu_forward\n"
-                  "      1    0.000   0.0%         -       -           -        -  model_forward\n");
+  CHECK_EQ(profile,
+           "profile of 10 steps, 2.000 ms each, the events' own time included\n"
+           "  calls  ms/step  share   MB/step    GB/s  GFLOP/step  TFLOP/s\n"
+           "      4    1.500  75.0%         -       -      300.00    200.0  matmul_forward 8 x 4 x 2\n"
+           "      2    0.500  25.0%   1000.00    2000           -        -  swiglu_forward\n"
+           "      1    0.000   0.0%         -       -           -        -  model_forward\n");
   profile = profile_table(rows, 1, false);
   CHECK(profile.compare(0, 40, "profile of 1 step, emulated: no times\n  ") == 0);
   const std::string row = "     20        -     -   10000.00       -           -        -  swiglu_forward\n";
@@ -563,8 +610,9 @@ static void test_report() {
   mark(StoryKind::where_person, "Oslo", "Rome", true);
   mark(StoryKind::where_person, "Lima", "Lima", true);
   for (const char* answer : {"Ann", "Bob", "Cid"}) mark(StoryKind::who_has, answer, "Bob", false);
-  CHECK_EQ(answers_line(100, marks), "answers step 100 | told in the last sentence 100% of 3"
-                                     " | looking back 40% of 5, latest name 40%\n");
+  CHECK_EQ(answers_line(100, marks),
+           "answers step 100 | told in the last sentence 100% of 3"
+           " | looking back 40% of 5, latest name 40%\n");
   const std::string table = answers_table(marks, 7);
   printf("%s", table.c_str());
   for (const char* row : {"answers in 7 held-out stories     asked    right   best guess   latest name\n",

@@ -163,8 +163,7 @@ static void disk_full(size_t steps) {
 
   TEST("a file that may not grow to the size of a checkpoint: a message, not the death by a signal");
   shell("cd " + folder + "; mkdir limited; cp whole/log.jsonl whole/ckpt_00000003.safetensors limited");
-  const Result stopped =
-      shell(format("ulimit -f %zu; ", bytes / 2048) + resume("limited"));
+  const Result stopped = shell(format("ulimit -f %zu; ", bytes / 2048) + resume("limited"));
   goes_on("limited", steps, stopped, "limited/ckpt_00000006.safetensors: cannot write: File too large");
 }
 
@@ -240,8 +239,9 @@ int main(int argc, char** argv) {
   if (argc > 1) TRAINER = argv[1];
   // The model of runs.h is slow in the emulator, and a kill needs no large one.
   if (!on_cpu())
-    small_model = "--layers 2 --width 16 --heads 1 --ffn 16 --context 8 --vocab 131 --batch 1 --total-batch 16"
-                  " --val-tokens 16";
+    small_model =
+        "--layers 2 --width 16 --heads 1 --ffn 16 --context 8 --vocab 131 --batch 1 --total-batch 16"
+        " --val-tokens 16";
   const char* wanted = getenv("CRASH_KILLS");
   const size_t kills = wanted ? size_t(atoll(wanted)) : on_cpu() ? 10 : 6;
   write_shards();

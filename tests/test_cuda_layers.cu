@@ -2,8 +2,8 @@
 // double.
 //
 // `want`, `plain` and `got` are those of device.h: the CPU functions in double and in float, and the kernel.
-// Where the kernel rounds in the middle (bf16 attention), `plain` is a loop that rounds at the same points. Runs
-// on a GPU (nvcc) or through the emulator, in several thread orders.
+// Where the kernel rounds in the middle (bf16 attention), `plain` is a loop that rounds at the same points.
+// Runs on a GPU (nvcc) or through the emulator, in several thread orders.
 #define TESTING
 #define CPU_NAMESPACE cpu_double
 #define REAL double
@@ -22,21 +22,23 @@
 constexpr double EXTREME = 1e4;  // logits that no softmax survives unless it subtracts their maximum
 
 // The CPU functions by scalar type, so that one template makes both references.
-template <class real> struct Cpu;
-#define CPU_FUNCTIONS(real, ns)                                                                    \
-  template <> struct Cpu<real> {                                                                   \
-    static constexpr auto* source_rstd = &ns::source_rstd;                                         \
-    static constexpr auto* route_forward = &ns::route_forward;                                     \
-    static constexpr auto* route_backward = &ns::route_backward;                                   \
-    static constexpr auto* rmsnorm_forward = &ns::rmsnorm_forward;                                 \
-    static constexpr auto* rmsnorm_backward = &ns::rmsnorm_backward;                               \
-    static constexpr auto* matmul = &ns::matmul;                                                   \
-    static constexpr auto* rope_rotate = &ns::rope_rotate;                                         \
-    static constexpr auto* swiglu_forward = &ns::swiglu_forward;                                   \
-    static constexpr auto* swiglu_backward = &ns::swiglu_backward;                                 \
-    static constexpr auto* classifier = &ns::classifier;                                           \
-    static constexpr auto* embedding_backward = &ns::embedding_backward;                           \
-    static constexpr auto* adamw = &ns::adamw;                                                     \
+template <class real>
+struct Cpu;
+#define CPU_FUNCTIONS(real, ns)                                          \
+  template <>                                                            \
+  struct Cpu<real> {                                                     \
+    static constexpr auto* source_rstd = &ns::source_rstd;               \
+    static constexpr auto* route_forward = &ns::route_forward;           \
+    static constexpr auto* route_backward = &ns::route_backward;         \
+    static constexpr auto* rmsnorm_forward = &ns::rmsnorm_forward;       \
+    static constexpr auto* rmsnorm_backward = &ns::rmsnorm_backward;     \
+    static constexpr auto* matmul = &ns::matmul;                         \
+    static constexpr auto* rope_rotate = &ns::rope_rotate;               \
+    static constexpr auto* swiglu_forward = &ns::swiglu_forward;         \
+    static constexpr auto* swiglu_backward = &ns::swiglu_backward;       \
+    static constexpr auto* classifier = &ns::classifier;                 \
+    static constexpr auto* embedding_backward = &ns::embedding_backward; \
+    static constexpr auto* adamw = &ns::adamw;                           \
   };
 CPU_FUNCTIONS(double, cpu_double)
 CPU_FUNCTIONS(float, cpu_float)
@@ -53,7 +55,8 @@ std::vector<int> random_tokens(size_t n, size_t V) {
 }
 Numbers numbers_of(const std::vector<int>& v) { return Numbers(v.begin(), v.end()); }
 
-template <class X> void test_embedding(size_t BT, size_t C, size_t V) {
+template <class X>
+void test_embedding(size_t BT, size_t C, size_t V) {
   TEST(format("embedding %s, BT %zu, C %zu", type_name<X>(), BT, C));
   const std::vector<int> tokens = random_tokens(BT, V);
   const Numbers wte = normals<X>(V * C), dout = normals<X>(BT * C), start = normals<float>(V * C);
@@ -84,15 +87,27 @@ struct BlockShape {
   int two;
   bool average;
 };  // two: attention sites have 2 routes
-struct SiteData { size_t i, R, K, inputs; Numbers query, gain, norm, dx, dpartial; bool add_partial; };
-struct SiteResult { Numbers x, p, rstd, dpartial, dnorm, dquery, dgain; };  // rstd: of the last source
-struct BlockResult { std::vector<SiteResult> sites; Numbers dbank; };
+struct SiteData {
+  size_t i, R, K, inputs;
+  Numbers query, gain, norm, dx, dpartial;
+  bool add_partial;
+};
+struct SiteResult {
+  Numbers x, p, rstd, dpartial, dnorm, dquery, dgain;
+};  // rstd: of the last source
+struct BlockResult {
+  std::vector<SiteResult> sites;
+  Numbers dbank;
+};
 
 template <class real, class X>
 BlockResult block_on_cpu(const std::vector<SiteData>& sites, const BlockShape& s, const Numbers& stream,
                          Numbers dbank, size_t BT, bool rounding) {
   using F = Cpu<real>;
-  auto round = [&](std::vector<real>& v) { if (rounding) for (real& x : v) x = real(round_to<X>(double(x))); };
+  auto round = [&](std::vector<real>& v) {
+    if (rounding)
+      for (real& x : v) x = real(round_to<X>(double(x)));
+  };
   const size_t C = s.C, slots = stream.size() / (BT * C);
   const std::vector<real> all = as<real>(stream);
   std::vector<real> rstd(slots * BT), bank = as<real>(dbank);
@@ -138,7 +153,8 @@ BlockResult block_on_cpu(const std::vector<SiteData>& sites, const BlockShape& s
 
 // deviation: of the logits. At EXTREME nearly every route takes one source, and the gradients of logits,
 // differences of sums of C products, are zero but for rounding; errors are relative to what they are otherwise.
-template <class X> void test_route(const BlockShape& s, size_t BT, double deviation = 1.5) {
+template <class X>
+void test_route(const BlockShape& s, size_t BT, double deviation = 1.5) {
   const bool extreme = deviation >= EXTREME;
   const double unit = extreme ? deviation : 0, unit_dquery = extreme ? std::sqrt(double(s.C * BT)) : 0,
                unit_dgain = extreme ? deviation * std::sqrt(double(BT)) : 0;
@@ -252,7 +268,8 @@ template <class X> void test_route(const BlockShape& s, size_t BT, double deviat
 
 // Warps walk over the tokens. What is made for a token is the same bits whoever walks there, on a card with one
 // multiprocessor or with so many that no warp has a second token.
-template <class X> void test_walks(size_t BT, size_t C) {
+template <class X>
+void test_walks(size_t BT, size_t C) {
   constexpr size_t S = 4, first = 4, i = 6, K = 3, R = 2, MULTIPROCESSORS[] = {1, 2, 50};
   TEST(format("route %s, C %zu, walks over %zu tokens", type_name<X>(), C, BT));
   const Numbers dx = normals<X>(R * BT * C), dbank0 = normals<X>(2 * BT * C), dpartial0 = normals<X>(BT * C);
@@ -271,9 +288,8 @@ template <class X> void test_walks(size_t BT, size_t C) {
     gpu::route_backward<X>(dh, x_again, delta, dpartial, dnorm, dw, sources, p, w, norm, {R, {0, 1}}, false,
                            false, rows, BT, C, K);
     gpu::route_backward_bank<X>(dbank, dw, dh, delta, finished, p, w, {0, 1}, false, rows, BT, C, K);
-    const std::vector<Numbers> now = {x.numbers(),       p.numbers(),  take(rstd + i * BT, BT),
-                                      x_again.numbers(), dh.numbers(), delta.numbers(),
-                                      dpartial.numbers(), dbank.numbers()};
+    const std::vector<Numbers> now = {x.numbers(),  p.numbers(),     take(rstd + i * BT, BT), x_again.numbers(),
+                                      dh.numbers(), delta.numbers(), dpartial.numbers(),      dbank.numbers()};
     if (made.empty()) made = now;
     CHECK(now == made);
     for (const Numbers& v : now)
@@ -282,7 +298,8 @@ template <class X> void test_walks(size_t BT, size_t C) {
   gpu::device.properties.multiProcessorCount = multiprocessors;
 }
 
-template <class X> void test_rmsnorm(size_t BT, size_t C) {
+template <class X>
+void test_rmsnorm(size_t BT, size_t C) {
   TEST(format("rmsnorm %s, BT %zu, C %zu", type_name<X>(), BT, C));
   const Numbers h = normals<X>(BT * C, 0.2), weight = normals<float>(C, 1, 0.3), dx = normals<X>(BT * C);
   const Numbers start = normals<X>(BT * C), dstart = normals<float>(C);
@@ -309,7 +326,8 @@ template <class X> void test_rmsnorm(size_t BT, size_t C) {
   CHECK(dw.numbers() == dw2.numbers());
 }
 
-template <class X> void test_matmul(size_t BT, size_t IC, size_t OC) {
+template <class X>
+void test_matmul(size_t BT, size_t IC, size_t OC) {
   TEST(format("matmul %s, BT %zu, IC %zu, OC %zu", type_name<X>(), BT, IC, OC));
   const size_t ld = OC + 8;  // rows of a packed buffer
   const Numbers x = normals<X>(BT * IC), w = normals<X>(OC * IC), addend = normals<X>(BT * ld),
@@ -331,7 +349,8 @@ template <class X> void test_matmul(size_t BT, size_t IC, size_t OC) {
                                      cdw = as<real>(dw0);
     F::matmul(o.data(), ld, cx.data(), IC, false, cw.data(), IC, true, BT, OC, IC, false);
     F::matmul(s.data(), ld, cx.data(), IC, false, cw.data(), IC, true, BT, OC, IC, true);
-    for (size_t i = 0; i < BT * ld; i++) if (i % ld >= OC) s[i] = 7;
+    for (size_t i = 0; i < BT * ld; i++)
+      if (i % ld >= OC) s[i] = 7;
     F::matmul(cdx.data(), IC, cd.data(), ld, false, cw.data(), IC, false, BT, IC, OC, false);
     F::matmul(cdx_sum.data(), IC, cd.data(), ld, false, cw.data(), IC, false, BT, IC, OC, true);
     F::matmul(cdw.data(), IC, cd.data(), ld, true, cx.data(), IC, false, OC, IC, BT, true);
@@ -345,7 +364,8 @@ template <class X> void test_matmul(size_t BT, size_t IC, size_t OC) {
   compare<float>("dw", dw.numbers(), plain[4], want[4]);
 }
 
-template <class X> void test_rope(size_t B, size_t T, size_t C, size_t NH) {
+template <class X>
+void test_rope(size_t B, size_t T, size_t C, size_t NH) {
   TEST(format("rope %s, T %zu, C %zu, HS %zu", type_name<X>(), T, C, C / NH));
   const Numbers qkv = normals<X>(B * T * 3 * C);
   const std::vector<float> table = gpu::rope_angles(T, C / NH);
@@ -364,7 +384,9 @@ template <class X> void test_rope(size_t B, size_t T, size_t C, size_t NH) {
 
 // Attention as any plain code would do it, sums one by one; for bf16 the weights, and the scores' gradients,
 // round before their products.
-struct AttentionResult { Numbers att, lse, dqkv; };
+struct AttentionResult {
+  Numbers att, lse, dqkv;
+};
 AttentionResult wanted_attention(const Numbers& qkv, const Numbers& datt, const Numbers& att0,
                                  const Numbers& lse0, size_t B, size_t T, size_t C, size_t NH) {
   AttentionResult r = {Numbers(B * T * C), Numbers(B * NH * T), Numbers(B * T * 3 * C)};
@@ -406,8 +428,7 @@ AttentionResult plain_attention(const Numbers& qkv, const Numbers& datt, const N
         for (size_t i = 0; i < HS; i++) delta += float(d[i]) * float(o[i]);
         for (size_t u = 0; u <= t; u++) {
           const float weight = std::exp(scale * dot(q + t * 3 * C, k + u * 3 * C) - float(lse0[at]));
-          const float w = float(round(weight)),
-                      ds = float(round(weight * (dot(d, v + u * 3 * C) - delta)));
+          const float w = float(round(weight)), ds = float(round(weight * (dot(d, v + u * 3 * C) - delta)));
           for (size_t i = 0; i < HS; i++) {
             add(dv[u * 3 * C + i], w * float(d[i]));
             add(dq[t * 3 * C + i], scale * ds * float(k[u * 3 * C + i]));
@@ -418,7 +439,8 @@ AttentionResult plain_attention(const Numbers& qkv, const Numbers& datt, const N
     }
   return r;
 }
-template <class X> void test_attention(size_t B, size_t T, size_t HS, size_t NH, double deviation = 1.3) {
+template <class X>
+void test_attention(size_t B, size_t T, size_t HS, size_t NH, double deviation = 1.3) {
   TEST(format("attention %s, B %zu, T %zu, HS %zu, NH %zu, q, k, v of %g", type_name<X>(), B, T, HS, NH,
               deviation));
   const size_t C = HS * NH;
@@ -451,7 +473,8 @@ template <class X> void test_attention(size_t B, size_t T, size_t HS, size_t NH,
   }
 }
 
-template <class X> void test_swiglu(size_t n) {
+template <class X>
+void test_swiglu(size_t n) {
   TEST(format("swiglu %s, n %zu", type_name<X>(), n));
   const Numbers gate = normals<X>(n, 0, 3), up = normals<X>(n), dact = normals<X>(n);
   Array<X> g(gate), u(up), act(n), d(dact);
@@ -461,8 +484,8 @@ template <class X> void test_swiglu(size_t n) {
     using real = decltype(zero);
     std::vector<real> a(n), again(n), dg(n), du(n);
     Cpu<real>::swiglu_forward(a.data(), as<real>(gate).data(), as<real>(up).data(), n);
-    Cpu<real>::swiglu_backward(dg.data(), du.data(), again.data(), as<real>(dact).data(),
-                               as<real>(gate).data(), as<real>(up).data(), n);
+    Cpu<real>::swiglu_backward(dg.data(), du.data(), again.data(), as<real>(dact).data(), as<real>(gate).data(),
+                               as<real>(up).data(), n);
     return std::vector<Numbers>{from(a), from(dg), from(du)};
   };
   const std::vector<Numbers> want = on_cpu(double(0)), plain = on_cpu(float(0));
@@ -473,7 +496,8 @@ template <class X> void test_swiglu(size_t n) {
 }
 
 // `plain` rounds where the kernels round, logits and dlogits, and sums over the vocabulary one by one.
-template <class X> void test_classifier(size_t BT, size_t C, size_t V, size_t chunk, double deviation = 2) {
+template <class X>
+void test_classifier(size_t BT, size_t C, size_t V, size_t chunk, double deviation = 2) {
   TEST(format("classifier %s, BT %zu, C %zu, V %zu, %zu rows at a time, logits of %g", type_name<X>(), BT, C, V,
               chunk, deviation));
   const size_t Vp = (V + 127) / 128 * 128;
@@ -572,8 +596,12 @@ void test_stated_bytes() {
 #else
 constexpr double ALLOWED = 1.1;
 
-struct Moved { double forward, backward, bank; };  // bytes that kernels moved, that their functions state, ..
-struct Traffic { Moved moved, stated, asked; };    // .. and that warps asked for
+struct Moved {
+  double forward, backward, bank;
+};  // bytes that kernels moved, that their functions state, ..
+struct Traffic {
+  Moved moved, stated, asked;
+};  // .. and that warps asked for
 
 double bytes_of(const char* kernel) {
   const emu::Traffic t = emu::traffic(kernel);
@@ -611,7 +639,8 @@ Traffic move_blocks(const Config& c, size_t first, size_t end, size_t BT) {
   }
   gpu::profile.end_step();
   const auto stated = [](const char* function) { return gpu::profile.row(function).bytes; };
-  const Traffic traffic = {  // the first site has one source: a norm alone
+  const Traffic traffic = {
+      // the first site has one source: a norm alone
       {bytes_of("route_forward_kernel") + bytes_of("rmsnorm_forward_kernel"),
        bytes_of("route_backward_kernel") + bytes_of("rmsnorm_backward_kernel"),
        bytes_of("route_backward_bank_kernel")},
@@ -745,10 +774,14 @@ void test_stated_bytes() {
   gpu::adamw<bf16>(p, out, m, v, g, n, 1, 1e-3, 0.1, 1);
   gpu::profile.end_step();
   for (const auto& [function, kernel] : std::initializer_list<std::pair<const char*, const char*>>{
-           {"embedding_forward", "embedding_forward_kernel"}, {"rmsnorm_forward", "rmsnorm_forward_kernel"},
-           {"rmsnorm_backward", "rmsnorm_backward_kernel"}, {"rope_forward", "rope_kernel"},
-           {"swiglu_forward", "swiglu_forward_kernel"}, {"swiglu_backward", "swiglu_backward_kernel"},
-           {"cross_entropy", "cross_entropy_kernel"}, {"global_norm", "square_sums_kernel"},
+           {"embedding_forward", "embedding_forward_kernel"},
+           {"rmsnorm_forward", "rmsnorm_forward_kernel"},
+           {"rmsnorm_backward", "rmsnorm_backward_kernel"},
+           {"rope_forward", "rope_kernel"},
+           {"swiglu_forward", "swiglu_forward_kernel"},
+           {"swiglu_backward", "swiglu_backward_kernel"},
+           {"cross_entropy", "cross_entropy_kernel"},
+           {"global_norm", "square_sums_kernel"},
            {"adamw", "adamw_kernel"}}) {
     const double stated = gpu::profile.row(function).bytes, moved = bytes_of(kernel);
     printf("       %-18s %8.0f bytes stated, %8.0f moved, ratio %.3f\n", function, stated, moved,
@@ -771,7 +804,8 @@ void test_matrix_rate() {
   CHECK(gpu::device.products.size() <= before + 1);
 }
 
-template <class X> void test_all() {
+template <class X>
+void test_all() {
   test_embedding<X>(75, 48, 131), test_embedding<X>(64, 576, 17);
   for (size_t K = 1; K <= 9;
        K++)  // S = 1: every slot is finished; the only site is the one that reads K of them

@@ -41,15 +41,21 @@ constexpr bool BRIEF = true;
 #else
 constexpr bool BRIEF = false;
 #endif
-template <class floatX> constexpr bool is_bf16 = std::is_same<floatX, bf16>::value;
-template <class floatX> const char* type_name() { return is_bf16<floatX> ? "bf16" : "fp32"; }
+template <class floatX>
+constexpr bool is_bf16 = std::is_same<floatX, bf16>::value;
+template <class floatX>
+const char* type_name() {
+  return is_bf16<floatX> ? "bf16" : "fp32";
+}
 
 Config small_config(Arch arch, size_t S) {
   Config c;
   c.arch = arch, c.L = 3, c.C = 48, c.NH = 3, c.F = 104, c.S = S, c.T = T, c.V = V;
   return c;
 }
-struct Batch { std::vector<int> tokens, targets; };
+struct Batch {
+  std::vector<int> tokens, targets;
+};
 Batch batch(uint64_t seed, size_t rows) {
   Batch b;
   for (size_t i = 0; i < rows * T; i++) {
@@ -65,7 +71,8 @@ float random_parameter(const TensorSpec& t, const Config& c, size_t i) {
   if (t.is_query()) return 0.15f * n;
   return t.decay ? 0.12f * n : 1 + 0.2f * n;
 }
-template <class floatX> void randomise(gpu::Model<floatX>& m) {
+template <class floatX>
+void randomise(gpu::Model<floatX>& m) {
   for (const TensorSpec& t : tensor_table(m.config)) {
     std::vector<float> v(t.size());
     for (size_t i = 0; i < v.size(); i++) v[i] = random_parameter(t, m.config, i);
@@ -79,13 +86,16 @@ template <class floatX> void randomise(gpu::Model<floatX>& m) {
 namespace cpu_bf16 {
 using namespace cpu_float;
 
-template <class X> reference::Params<X> parameters(Model& m) {
+template <class X>
+reference::Params<X> parameters(Model& m) {
   reference::Params<X> params;
   for (const TensorSpec& t : tensor_table(m.config))
     for (size_t i = 0; i < t.size(); i++) {
       const float v = m.params.tensor(t.id)[i], used = t.decay ? round_bf16(v) : v;
-      if constexpr (std::is_same<X, float>::value) params[t.name].push_back(used);
-      else params[t.name].push_back(X::input(used));
+      if constexpr (std::is_same<X, float>::value)
+        params[t.name].push_back(used);
+      else
+        params[t.name].push_back(X::input(used));
     }
   return params;
 }
@@ -166,38 +176,43 @@ struct Result {
   std::vector<std::string> names;
 };
 
-template <class real> Numbers numbers(const real* at, size_t n) { return Numbers(at, at + n); }
+template <class real>
+Numbers numbers(const real* at, size_t n) {
+  return Numbers(at, at + n);
+}
 Numbers numbers(const std::vector<float>& v) { return numbers(v.data(), v.size()); }
-template <class floatX> Numbers losses_of(const gpu::Model<floatX>& m, size_t BT) {
+template <class floatX>
+Numbers losses_of(const gpu::Model<floatX>& m, size_t BT) {
   std::vector<float> v(BT);
   gpu::download(v.data(), m.acts.losses, BT);
   return numbers(v);
 }
 
-#define RANDOMISE(m, real)                                                                                   \
-  for (const TensorSpec& t : tensor_table(m.config))                                                         \
+#define RANDOMISE(m, real)                           \
+  for (const TensorSpec& t : tensor_table(m.config)) \
     for (size_t i = 0; i < t.size(); i++) m.params.tensor(t.id)[i] = real(random_parameter(t, m.config, i));
-#define RESULT_ON_CPU(function, ns)                                                                          \
-  Result function(const Config& c, const Batch& data) {                                                      \
-    ns::Model m;                                                                                             \
-    ns::model_create(m, c, B, T, 1);                                                                         \
-    RANDOMISE(m, ns::real)                                                                                   \
-    ns::model_zero_grad(m);                                                                                  \
-    Result r;                                                                                                \
-    r.loss = ns::model_loss_and_gradients(m, data.tokens.data(), data.targets.data(), B, T);                 \
-    r.losses = numbers(m.acts.losses, B * T);                                                                \
-    for (const TensorSpec& t : tensor_table(c)) {                                                            \
-      r.grads.push_back(numbers(m.grads.tensor(t.id), t.size()));                                            \
-      r.names.push_back(t.name);                                                                             \
-    }                                                                                                        \
-    ns::model_free(m);                                                                                       \
-    return r;                                                                                                \
+#define RESULT_ON_CPU(function, ns)                                                          \
+  Result function(const Config& c, const Batch& data) {                                      \
+    ns::Model m;                                                                             \
+    ns::model_create(m, c, B, T, 1);                                                         \
+    RANDOMISE(m, ns::real)                                                                   \
+    ns::model_zero_grad(m);                                                                  \
+    Result r;                                                                                \
+    r.loss = ns::model_loss_and_gradients(m, data.tokens.data(), data.targets.data(), B, T); \
+    r.losses = numbers(m.acts.losses, B * T);                                                \
+    for (const TensorSpec& t : tensor_table(c)) {                                            \
+      r.grads.push_back(numbers(m.grads.tensor(t.id), t.size()));                            \
+      r.names.push_back(t.name);                                                             \
+    }                                                                                        \
+    ns::model_free(m);                                                                       \
+    return r;                                                                                \
   }
 RESULT_ON_CPU(result_double, cpu_double)
 RESULT_ON_CPU(result_float, cpu_float)
 RESULT_ON_CPU(result_bf16, cpu_bf16)
 
-template <class floatX> Result result_of(gpu::Model<floatX>& m, double loss) {
+template <class floatX>
+Result result_of(gpu::Model<floatX>& m, double loss) {
   Result r = {loss, losses_of(m, B * T), {}, {}};
   for (const TensorSpec& t : tensor_table(m.config)) {
     std::vector<float> g(t.size());
@@ -235,7 +250,8 @@ void compare(const char* what, const Numbers& got, const Numbers& plain, const N
   if (CHECK_EQ(got.size(), want.size())) judge(what, error_of(got, want), error_of(plain, want));
 }
 
-template <class floatX> void test_gradients(Arch arch, size_t S) {
+template <class floatX>
+void test_gradients(Arch arch, size_t S) {
   const Config c = small_config(arch, S);
   TEST(format("losses and gradients, %s, %s, S %zu", type_name<floatX>(), ARCH_NAMES[int(arch)], S));
   const Batch data = batch(1, B);
@@ -253,7 +269,8 @@ template <class floatX> void test_gradients(Arch arch, size_t S) {
   for (size_t i = c.V * c.C; i < c.Vp() * c.C; i++) CHECK(got.grads[TENSOR_wte][i] == 0);
 }
 
-template <class floatX> void test_same_bits() {
+template <class floatX>
+void test_same_bits() {
   const Batch data = batch(2, B);
   for (Arch arch : {Arch::rd, Arch::residual}) {
     const Config c = small_config(arch, 4);
@@ -270,13 +287,16 @@ template <class floatX> void test_same_bits() {
   }
 }
 
-template <class floatX> std::vector<float> parameters_of(gpu::Model<floatX>& m) {
+template <class floatX>
+std::vector<float> parameters_of(gpu::Model<floatX>& m) {
   std::vector<float> v(m.num_elements);
   gpu::download(v.data(), m.params.wte, v.size());
   return v;
 }
 // Ten steps of training on made-up shards, from step `from`; returns losses and norms.
-struct Steps { std::vector<double> losses, norms; };
+struct Steps {
+  std::vector<double> losses, norms;
+};
 TokenData made_up_tokens() {
   std::vector<uint16_t> tokens;
   for (size_t i = 0; i < 40 * T + 1; i++) tokens.push_back(uint16_t(uniform(3, 78, i) * V));
@@ -295,7 +315,8 @@ Options step_options(size_t micro_batch_rows) {
     out.losses.push_back(r.loss), out.norms.push_back(r.norm);                        \
   }
 
-template <class floatX> void test_training(Arch arch) {
+template <class floatX>
+void test_training(Arch arch) {
   const Config c = small_config(arch, 2);
   const TokenData data = made_up_tokens();
   const Options o = step_options(2);
@@ -324,8 +345,10 @@ template <class floatX> void test_training(Arch arch) {
   Numbers plain_two;
   for (size_t first : {0, 2}) {
     const size_t last = !judged ? 0 : first == 0 ? 2 : 10;
-    if (is_bf16<floatX>) TRAIN(cpu_bf16, plain, data, o, first, last, by_plain)
-    else TRAIN(cpu_float, plain, data, o, first, last, by_plain)
+    if (is_bf16<floatX>)
+      TRAIN(cpu_bf16, plain, data, o, first, last, by_plain)
+    else
+      TRAIN(cpu_float, plain, data, o, first, last, by_plain)
     if (first == 0) plain_two = numbers(plain.params.wte, n);
   }
   if (judged) {
@@ -416,7 +439,8 @@ std::vector<float> read_pipe(const std::string& path) {
   if (!data.empty()) memcpy(data.data(), bytes.data() + 8 + header, data.size() * sizeof(float));
   return data;
 }
-template <class floatX> std::vector<float> families_of(gpu::Model<floatX>& m) {
+template <class floatX>
+std::vector<float> families_of(gpu::Model<floatX>& m) {
   std::vector<float> all(3 * m.num_elements);
   for (size_t n = 0; n < 3; n++)
     gpu::download(&all[n * m.num_elements], gpu::checkpoint_families(m)[n].tensors->wte, m.num_elements);
@@ -435,7 +459,8 @@ std::string fatal_message(const std::function<void()>& function) {
 }
 // The temporary file is a pipe, so its writer stands still until the test reads it; as a pipe has no place to
 // put the checksum in, writing then fails, and that has to come up, too.
-template <class floatX> void test_saving() {
+template <class floatX>
+void test_saving() {
   const Scratch folder;
   const std::string path = folder / "piped", pipe = path + ".tmp",
                     refused = path + ": cannot write: Illegal seek";
@@ -486,7 +511,8 @@ template <class floatX> void test_saving() {
 }
 
 // With all queries zero every mix is the residual stream / K, and the norm removes the 1 / K (but for eps).
-template <class floatX> void test_zero_queries() {
+template <class floatX>
+void test_zero_queries() {
   TEST(format("queries at zero: rd, block, residual agree, %s", type_name<floatX>()));
   const Batch data = batch(6, B);
   const int *tokens = data.tokens.data(), *targets = data.targets.data();
@@ -522,7 +548,8 @@ Numbers route_numbers(const RouteStats& stats) {
     for (const std::vector<double>& site : *routes) all.insert(all.end(), site.begin(), site.end());
   return all;
 }
-template <class floatX> void test_validation() {
+template <class floatX>
+void test_validation() {
   TEST(format("validation, route statistics and logits, %s", type_name<floatX>()));
   const Config c = small_config(Arch::rd, 2);
   const TokenData data = made_up_tokens();
@@ -553,7 +580,7 @@ template <class floatX> void test_validation() {
           route_numbers(want.routes));
   CHECK(got.loss == gpu::validate(wide, data, 9 * T).loss);  // the batch does not show
   std::vector<float> logits, logits_want, logits_plain;
-  double largest = 0;  // error of the plain code
+  double largest = 0;            // error of the plain code
   for (size_t n : {1, 5, 60}) {  // 60: longer than the context
     std::vector<int> context;
     for (size_t i = 0; i < n; i++) context.push_back(int(i * 7 % V));
@@ -595,9 +622,9 @@ template <class floatX> void test_validation() {
 
 // Copies and kernels are queued and the host goes on; --profile puts events between them. Neither may show. The
 // emulator does queued work at once, as late as it may, or in between.
-template <class floatX> void test_queueing() {
-  TEST(format("queued copies, and looking with --profile: same bits, %s",
-              type_name<floatX>()));
+template <class floatX>
+void test_queueing() {
+  TEST(format("queued copies, and looking with --profile: same bits, %s", type_name<floatX>()));
   const Config c = small_config(Arch::rd, 2);
   const TokenData data = made_up_tokens();
   const Options o = step_options(1);  // four micro-batches a step take turns in two places
@@ -651,7 +678,11 @@ void test_out_of_memory() {
   const Config c = small_config(Arch::rd, 2);
   size_t elements = 0, matrices = 0;
   for (const TensorSpec& t : tensor_table(c)) elements += t.size(), matrices += t.decay ? t.size() : 0;
-  struct Buffer { const char* name; size_t bytes; const char* hint; };
+  struct Buffer {
+    const char* name;
+    size_t bytes;
+    const char* hint;
+  };
   std::vector<Buffer> buffers;
   for (const char* family : {"parameters", "gradients", "first moments", "second moments"})
     buffers.push_back({family, elements * sizeof(float), "lower the sizes of the model"});
@@ -680,7 +711,8 @@ void test_out_of_memory() {
 #endif
 }
 
-template <class floatX> void test_blame(Arch arch) {
+template <class floatX>
+void test_blame(Arch arch) {
   TEST(format("a number that is not finite is traced to where a step made it first: %s, %s",
               ARCH_NAMES[int(arch)], type_name<floatX>()));
   const Config c = small_config(arch, 2);
@@ -696,7 +728,11 @@ template <class floatX> void test_blame(Arch arch) {
       gpu::upload(family.tensor(t.id) + (layer < L ? layer * values.size() : 0), values.data(), values.size());
     }
   };
-  struct Fill { const char* name; size_t layer; float value; };
+  struct Fill {
+    const char* name;
+    size_t layer;
+    float value;
+  };
   const auto blame = [&](const std::vector<Fill>& fills) {
     randomise(m);
     for (const Fill& f : fills) fill(m.params, f.name, f.layer, f.value);
@@ -734,7 +770,8 @@ template <class floatX> void test_blame(Arch arch) {
 }
 
 // Four micro-batches of one window each; the token that overflows is in one of them only.
-template <class floatX> void test_bad_micro_batch() {
+template <class floatX>
+void test_bad_micro_batch() {
   TEST(format("a bad number is traced in whichever micro-batch makes it, and nothing is updated, %s",
               type_name<floatX>()));
   const Config c = small_config(Arch::rd, 2);
@@ -819,11 +856,13 @@ void test_out_of_host_memory() {
   });
   CHECK(refuses(outcome, EXIT_ERROR,
                 format("out of host memory: the copy for checkpoints needs %s, pinned; lower the sizes of the"
-                       " model", human_bytes(elements * 3 * sizeof(float)).c_str())));
+                       " model",
+                       human_bytes(elements * 3 * sizeof(float)).c_str())));
 #endif
 }
 
-template <class floatX> void test_all() {
+template <class floatX>
+void test_all() {
   test_gradients<floatX>(Arch::rd, 4);  // the last block is half a block
   if (!BRIEF) {
     for (Arch arch : {Arch::rd, Arch::block, Arch::tied, Arch::average, Arch::frozen_v, Arch::residual})

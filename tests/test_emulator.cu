@@ -33,21 +33,29 @@ template <class T>
 struct Device {  // n values on the card and on the host
   T* d = nullptr;
   std::vector<T> h;
-  explicit Device(size_t n, T value = T(1.0f)) : h(n, value) {
-    CUDA_CHECK(cudaMalloc(&d, n * sizeof(T)));
-  }
+  explicit Device(size_t n, T value = T(1.0f)) : h(n, value) { CUDA_CHECK(cudaMalloc(&d, n * sizeof(T))); }
   ~Device() { CUDA_CHECK(cudaFree(d)); }
   size_t bytes() const { return h.size() * sizeof(T); }
-  Device& up() { CUDA_CHECK(cudaMemcpy(d, h.data(), bytes(), cudaMemcpyHostToDevice)); return *this; }
-  Device& down() { CUDA_CHECK(cudaMemcpy(h.data(), d, bytes(), cudaMemcpyDeviceToHost)); return *this; }
+  Device& up() {
+    CUDA_CHECK(cudaMemcpy(d, h.data(), bytes(), cudaMemcpyHostToDevice));
+    return *this;
+  }
+  Device& down() {
+    CUDA_CHECK(cudaMemcpy(h.data(), d, bytes(), cudaMemcpyDeviceToHost));
+    return *this;
+  }
 };
-struct Pointer { float* p; };  // hides a pointer from the check at the launch
+struct Pointer {
+  float* p;
+};  // hides a pointer from the check at the launch
 
 // ======================================================================================================
 // Faults: small broken kernels, each 64 threads unless it says otherwise.
 // ======================================================================================================
 static const int WRONG = 3;  // exit status: it ran, and the numbers are wrong
-static void expect(bool right) { if (!right) _Exit(WRONG); }
+static void expect(bool right) {
+  if (!right) _Exit(WRONG);
+}
 
 __global__ void store(Pointer out, int i) { out.p[i] = 1; }
 __global__ void load(float* out, Pointer in, int i) { out[threadIdx.x] = in.p[i]; }
@@ -122,7 +130,8 @@ __global__ void early_exit(float* out, unsigned n) {
   out[threadIdx.x] = 1;
 }
 __global__ void two_barriers(float* out) {
-  if (threadIdx.x < 32) __syncthreads();
+  if (threadIdx.x < 32)
+    __syncthreads();
   else
     __syncthreads();
   out[threadIdx.x] = 1;
@@ -138,7 +147,8 @@ __global__ void shuffle_half(float* out) {
 }
 __global__ void shuffle_in_branches(float* out) {
   float v = 1;
-  if (threadIdx.x % 32 < 16) v += __shfl_xor_sync(~0u, v, 1);
+  if (threadIdx.x % 32 < 16)
+    v += __shfl_xor_sync(~0u, v, 1);
   else
     v += __shfl_xor_sync(~0u, v, 2);
   out[threadIdx.x] = v;
@@ -151,21 +161,27 @@ __global__ void shuffle_outside(float* out) {
 __global__ void wrong_mask(float* out) { out[threadIdx.x] = __shfl_xor_sync(0xFFFFu, 1.0f, 1); }
 __global__ void shuffle_against_barrier(float* out) {
   if (threadIdx.x < 32) __syncwarp();
-  if (threadIdx.x == 5) __syncthreads();
-  else out[threadIdx.x] = __shfl_sync(~0u, 1.0f, 0);
+  if (threadIdx.x == 5)
+    __syncthreads();
+  else
+    out[threadIdx.x] = __shfl_sync(~0u, 1.0f, 0);
   __syncthreads();
 }
 __device__ __forceinline__ float sum_of_warp(float v) {
   for (int o = 16; o > 0; o /= 2) v += __shfl_xor_sync(~0u, v, o);
   return v;
 }
-__global__ void half_of_helper(float* out) { if (threadIdx.x < 20) out[0] = sum_of_warp(1); }
+__global__ void half_of_helper(float* out) {
+  if (threadIdx.x < 20) out[0] = sum_of_warp(1);
+}
 __global__ void cp_async(float* out, const float* in, int in_flight, bool barrier) {  // 16 bytes a thread
   float* s = dynamic_shared<float>();
   cp_async_16(s + threadIdx.x * 4, in + threadIdx.x * 4);
   cp_async_commit();
-  if (in_flight) cp_async_wait<1>();
-  else cp_async_wait<0>();
+  if (in_flight)
+    cp_async_wait<1>();
+  else
+    cp_async_wait<0>();
   if (barrier) __syncthreads();
   for (int i = 0; i < 4; i++) out[threadIdx.x * 4 + i] = s[(63 - threadIdx.x) * 4 + i];
 }
@@ -195,7 +211,7 @@ struct Product {
   uint32_t alignment = 256;
   size_t offset_a = 0;
   bool reuse_algorithm = false, host_operand = false, unwritten = false, small_output = false,
-      short_attribute = false;
+       short_attribute = false;
   void run() {
     cublasLtHandle_t lt;
     cublasLtMatmulDesc_t desc;
@@ -204,17 +220,17 @@ struct Product {
     CUBLAS_CHECK(cublasLtCreate(&lt));
     CUBLAS_CHECK(cublasLtMatmulDescCreate(&desc, CUBLAS_COMPUTE_32F, CUDA_R_32F));
     const cublasOperation_t t = CUBLAS_OP_T;
-    CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(desc, CUBLASLT_MATMUL_DESC_TRANSA, &t,
-        short_attribute ? 1 : sizeof t));
+    CUBLAS_CHECK(
+        cublasLtMatmulDescSetAttribute(desc, CUBLASLT_MATMUL_DESC_TRANSA, &t, short_attribute ? 1 : sizeof t));
     CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&la, type_a, 24, 16, lda));
     CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&lb, type_b, uint64_t(k), uint64_t(n), ldb));
     CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&ld, type_d, uint64_t(m), uint64_t(n), ldd));
     CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
     uint64_t max_workspace = 1 << 20;
     CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-        &max_workspace, sizeof max_workspace));
+                                                      &max_workspace, sizeof max_workspace));
     CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,
-        &alignment, sizeof alignment));
+                                                      &alignment, sizeof alignment));
     cublasLtMatmulHeuristicResult_t result;
     int found = 0;
     CUBLAS_CHECK(cublasLtMatmulAlgoGetHeuristic(lt, desc, la, lb, ld, ld, preference, 1, &result, &found));
@@ -227,8 +243,8 @@ struct Product {
       CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&lb, type_b, uint64_t(k), uint64_t(n), ldb + 8));
     }
     const void* pa = reinterpret_cast<char*>(host_operand ? a.h.data() : a.d) + offset_a;
-    CUBLAS_CHECK(cublasLtMatmul(lt, desc, &one, pa, la, b.d, lb, &zero, d.d, ld, d.d, ld, &result.algo,
-        room.d, workspace, nullptr));
+    CUBLAS_CHECK(cublasLtMatmul(lt, desc, &one, pa, la, b.d, lb, &zero, d.d, ld, d.d, ld, &result.algo, room.d,
+                                workspace, nullptr));
     CUDA_CHECK(cudaDeviceSynchronize());
     CUBLAS_CHECK(cublasLtMatmulPreferenceDestroy(preference));
     for (cublasLtMatrixLayout_t l : {la, lb, ld}) CUBLAS_CHECK(cublasLtMatrixLayoutDestroy(l));
@@ -258,17 +274,19 @@ static const char NUMBERS[] = "wrong numbers", UNSEEN[] = "unseen", ANY[] = "not
 #define run64(n, blocks, shared, ...) run_kernel(n, blocks, shared, #__VA_ARGS__, __LINE__, __VA_ARGS__)
 template <class... P, class... A>
 static std::vector<float> run_kernel(size_t n, unsigned blocks, size_t shared, const char* name, int line,
-    void (*kernel)(float*, P...), A... args) {
+                                     void (*kernel)(float*, P...), A... args) {
   Device<float> out(n);
   emu::launch_kernel(emu::Site{__FILE__, line}, name, kernel, blocks, 64, shared, nullptr, out.d, args...);
   return out.down().h;
 }
 static bool reversed(const std::vector<float>& v, size_t begin = 0) {
-  for (size_t i = 0; i < 64; i++) if (v[begin + i] != float(begin + 63 - i)) return false;
+  for (size_t i = 0; i < 64; i++)
+    if (v[begin + i] != float(begin + 63 - i)) return false;
   return true;
 }
 static bool all(const std::vector<float>& v, float value) {
-  for (float x : v) if (x != value) return false;
+  for (float x : v)
+    if (x != value) return false;
   return true;
 }
 static void product_fault(void (*change)(Product&)) {
@@ -278,262 +296,367 @@ static void product_fault(void (*change)(Product&)) {
 }
 
 static const Fault FAULTS[] = {
-  // ---- device memory ----------------------------------------------------------------------------------
-  {"store one past the end", [] {
-     Device<float> out(64);
-     launch(store, 1, 1, 0, 0, Pointer{out.d}, 64);
-     CUDA_CHECK(cudaDeviceSynchronize());
-   }, ANY, ASAN, "write of 4 bytes outside any allocation"},
-  {"load one before the beginning", [] {
-     Device<float> in(64);
-     run64(64, 1, 0, load, Pointer{in.up().d}, -1);
-   }, ANY, ASAN, "read of 4 bytes outside any allocation"},
-  {"use after free, pointer in a struct", [] {
-     Device<float> out(64);
-     float* gone;
-     CUDA_CHECK(cudaMalloc(&gone, 256));
-     CUDA_CHECK(cudaFree(gone));
-     launch(load, 1, 64, 0, 0, out.d, Pointer{gone}, 0);
-     CUDA_CHECK(cudaDeviceSynchronize());
-   }, ANY, ASAN, "outside any allocation"},
-  {"use after free, pointer as a parameter", [] {
-     float* gone;
-     CUDA_CHECK(cudaMalloc(&gone, 256));
-     CUDA_CHECK(cudaFree(gone));
-     launch(add_one, 1, 64, 0, 0, gone);
-   }, ALL("add_one: parameter 1")},
-  {"host pointer as a parameter", [] {
-     std::vector<float> host(64);
-     launch(add_one, 1, 64, 0, 0, host.data());
-   }, ALL("is not device memory")},
-  {"host pointer in a struct", [] {
-     std::vector<float> host(64);
-     run64(64, 1, 0, load, Pointer{host.data()}, 0);
-   }, UNSEEN, UNSEEN, "read of 4 bytes of host memory"},
-  {"null pointer", [] { launch(add_one, 1, 64, 0, 0,
-      static_cast<float*>(nullptr)); CUDA_CHECK(cudaDeviceSynchronize()); },
-   "bad or misaligned address", "add_one", "host memory"},
-  {"host reads device memory", [] {
-     Device<float> in(64);
-     const volatile float* p = in.up().d;
-     expect(p[3] == 1);
-   }, UNSEEN, "through cudaMemcpy only", "the host touches device memory"},
-  {"host writes device memory", [] { Device<float> out(64); const_cast<volatile float*>(out.d)[3] = 1; },
-   UNSEEN, "through cudaMemcpy only", "the host touches device memory"},
-  {"unwritten device memory", [] { expect(all(run64(64, 1, 0, add_one), 2)); },
-   NUMBERS, NUMBERS, "read of device memory nobody has written"},
-  {"misaligned vector load", [] {
-     Device<float> in(64);
-     Device<float4> out(1, float4{});
-     launch(load_float4, 1, 1, 0, 0, out.d, in.up().d);
-     CUDA_CHECK(cudaDeviceSynchronize());
-   }, ANY, "misaligned", "misaligned access"},
-  {"stack overflow", [] { run64(64, 1, 0, overflow_stack, 1000); },
-   "stack overflow", "stack-overflow", "stack overflow"},
-  // ---- shared memory ----------------------------------------------------------------------------------
-  {"dynamic shared memory, one past the end", [] { run64(64, 1, 256, dynamic_overrun, 64); },
-   UNSEEN, ASAN, "outside any allocation"},
-  {"static shared memory, one past the end", [] { run64(64, 1, 0, static_overrun, 64); }, ANY, UBSAN, ANY},
-  {"unwritten shared memory", [] { expect(all(run64(64, 1, 0, unwritten_shared), 1)); },
-   NUMBERS, NUMBERS, "read of shared memory nobody has written"},
-  {"shared memory left over from another block", [] { expect(all(run64(128, 2, 0, left_over_shared), 1)); },
-   NUMBERS, NUMBERS, "read of shared memory nobody has written"},
-  // ---- barriers ---------------------------------------------------------------------------------------
-  {"no barrier before a read", [] { expect(reversed(run64(64, 1, 0, no_barrier))); },
-   NUMBERS, NUMBERS, "emu: error"},
-  {"no barrier before reuse", [] {
-     const auto v = run64(128, 1, 0, no_barrier_before_reuse);
-     expect(reversed(v) && v[64] == 127);
-   }, NUMBERS, NUMBERS, "no __syncthreads lies in between"},
-  {"no barrier before a write", [] { expect(all(run64(64, 1, 0, write_after_read), 1)); },
-   NUMBERS, NUMBERS, "data race on 4 bytes of shared memory"},
-  {"no __syncwarp", [] { expect(run64(64, 1, 0, no_syncwarp)[6] == 7); }, NUMBERS, NUMBERS, "emu: error"},
-  {"barrier in a branch", [] { run64(64, 1, 0, barrier_in_branch); },
-   "threads 0..31 wait in __syncthreads", "threads 0..31 wait in __syncthreads",
-       "threads 32..63 have left the kernel"},
-  {"exit before a barrier", [] { run64(64, 1, 0, early_exit, 50); }, ALL("threads that never come")},
-  {"two barriers in two branches", [] { run64(64, 1, 0, two_barriers); }, ALL("different __syncthreads")},
-  {"barrier in an uneven loop", [] { run64(64, 1, 0, uneven_loop); }, ALL("threads that never come")},
-  // ---- warps ------------------------------------------------------------------------------------------
-  {"shuffle without all its lanes", [] { run64(64, 1, 0, shuffle_half); },
-   ALL("wait in __shfl_xor_sync")},
-  {"shuffles in two branches", [] { run64(64, 1, 0, shuffle_in_branches); },
-   ALL("meet in different operations")},
-  {"shuffle from a lane outside the mask", [] { run64(64, 1, 0, shuffle_outside); },
-   ALL("does not take part")},
-  {"mask without the caller", [] { run64(64, 1, 0, wrong_mask); }, ALL("leaves it out")},
-  {"shuffle against barrier", [] { run64(64, 1, 0, shuffle_against_barrier); },
-   ALL("threads 5..5 wait in __syncthreads")},
-  {"warp sum by half a warp", [] { run64(64, 1, 0, half_of_helper); },
-   ALL(CALLED_AT)},
-  {"mma without all lanes", [] { run64(64, 1, 0, mma_in_branch); }, ALL("wait in mma")},
-  {"ldmatrix of a misaligned row", [] { run64(64, 1, 1024, ldmatrix_at, 8); }, ALL("not aligned")},
-  {"ldmatrix of a row outside", [] { run64(64, 1, 512, ldmatrix_at, 16); },
-   UNSEEN, "outside any allocation", "outside any allocation"},
-  // ---- asynchronous copies ----------------------------------------------------------------------------
-  {"cp.async waited for too late", [] {
-     Device<float> in(256);
-     expect(all(run64(256, 1, 1024, cp_async, in.up().d, 1, true), 1));
-   }, NUMBERS, NUMBERS, "read of shared memory nobody has written"},
-  {"cp.async without a barrier after the wait", [] {
-     Device<float> in(256);
-     expect(all(run64(256, 1, 1024, cp_async, in.up().d, 0, false), 1));
-   }, NUMBERS, NUMBERS, "emu: error"},
-  {"cp.async from a misaligned address", [] {
-     Device<float> in(260);
-     run64(256, 1, 1024, cp_async, in.up().d + 1, 0, true);
-   }, ALL("not aligned")},
-  {"cp.async from beyond the end", [] {
-     Device<float> in(252);
-     run64(256, 1, 1024, cp_async, in.up().d, 0, true);
-   }, ANY, "outside any allocation", "outside any allocation"},
-  // ---- threads and blocks that get in each other's way --------------------------------------------------
-  {"sum without atomics", [] {
-     Device<float> sum(1, 0.0f);
-     launch(sum_without_atomics, 4, 1, 0, 0, sum.up().d);
-     CUDA_CHECK(cudaDeviceSynchronize());
-   }, ANY, ANY, "nothing orders the blocks"},
-  {"blocks that overlap", [] { run64(244, 4, 0, overlapping_blocks); }, ANY, ANY, "wrote before"},
-  {"warps that write one cell", [] { run64(64, 1, 0, same_cell); }, UNSEEN, UNSEEN, "data race"},
-  // ---- launches ---------------------------------------------------------------------------------------
-  {"1025 threads", [] { Device<float> a(1); launch(add_one, 1, 1025, 0, 0, a.d); },
-   "bad configuration of add_one", "bad configuration", "bad configuration"},
-  {"empty grid", [] { Device<float> a(1); launch(add_one, 0, 64, 0, 0, a.d); }, ALL("grid (0,1,1)")},
-  {"grid too large", [] { Device<float> a(1); launch(add_one, size_t(1) << 32, 64, 0, 0, a.d); },
-   ALL("bad configuration")},
-  {"grid y too large", [] { Device<float> a(1); launch(add_one, dim3(1, 65536), 64, 0, 0, a.d); },
-   ALL("bad configuration")},
-  {"too much shared memory", [] { Device<float> a(1); launch(add_one, 1, 64, 200000, 0, a.d); },
-   "shared memory 200000", "bad configuration", "bad configuration"},
-  {"launch on a destroyed stream", [] {
-     cudaStream_t s;
-     CUDA_CHECK(cudaStreamCreate(&s));
-     CUDA_CHECK(cudaStreamDestroy(s));
-     Device<float> a(64);
-     launch(add_one, 1, 64, 0, s, a.d);
-   }, ALL("was not made by cudaStreamCreate")},
-  // ---- the runtime API ----------------------------------------------------------------------------------
-  {"copy too long", [] {
-     Device<float> a(64);
-     std::vector<float> h(65);
-     CUDA_CHECK(cudaMemcpy(a.d, h.data(), 65 * 4, cudaMemcpyHostToDevice));
-   }, "emu: in cudaMemcpy, called at", "run past the end of 256 bytes", "run past the end of 256 bytes"},
-  {"copy in the wrong direction", [] {
-     Device<float> a(64);
-     CUDA_CHECK(cudaMemcpy(a.d, a.h.data(), 256, cudaMemcpyDeviceToHost));
-   }, ALL("is device memory, expected host")},
-  {"copy between overlapping ranges", [] {
-     Device<float> a(64);
-     CUDA_CHECK(cudaMemcpy(a.up().d, a.d + 8, 128, cudaMemcpyDeviceToDevice));
-   }, ALL("overlap")},
-  {"copy from a host buffer too short", [] {
-     Device<float> a(64);
-     std::vector<float> h(32);
-     CUDA_CHECK(cudaMemcpy(a.d, h.data(), 256, cudaMemcpyHostToDevice));
-   }, UNSEEN, ASAN, UNSEEN},
-  {"memset too long", [] { Device<float> a(64); CUDA_CHECK(cudaMemset(a.d + 1, 0, 256)); },
-   ALL("offset 4 run past")},
-  {"free twice", [] {
-     float* p;
-     CUDA_CHECK(cudaMalloc(&p, 256));
-     CUDA_CHECK(cudaFree(p));
-     CUDA_CHECK(cudaFree(p));
-   }, "emu: in cudaFree", "was freed before", "was freed before"},
-  {"free of host memory", [] { std::vector<float> h(64); CUDA_CHECK(cudaFree(h.data())); },
-   ALL("is no device memory")},
-  {"leak of device memory", [] { float* p; CUDA_CHECK(cudaMalloc(&p, 1000)); },
-   ALL("device memory of 1000 bytes")},
-  {"leak of an event", [] { cudaEvent_t e; CUDA_CHECK(cudaEventCreate(&e)); },
-   "event of 0 bytes, made at", "made at", "made at"},
-  {"leak of a cuBLASLt handle", [] { cublasLtHandle_t lt; CUBLAS_CHECK(cublasLtCreate(&lt)); },
-   ALL("cuBLASLt object of 0 bytes, made at")},
-  {"cuBLASLt handle destroyed twice", [] {
-     cublasLtHandle_t lt;
-     CUBLAS_CHECK(cublasLtCreate(&lt));
-     CUBLAS_CHECK(cublasLtDestroy(lt));
-     CUBLAS_CHECK(cublasLtDestroy(lt));
-   }, ALL("is no cuBLASLt object")},
-  {"wait for a destroyed stream", [] {
-     cudaStream_t s;
-     CUDA_CHECK(cudaStreamCreate(&s));
-     CUDA_CHECK(cudaStreamDestroy(s));
-     CUDA_CHECK(cudaStreamSynchronize(s));
-   }, "emu: in cudaStreamSynchronize", "was not made by cudaStreamCreate", "was not made by cudaStreamCreate"},
-  {"time of an event never recorded", [] {
-     cudaEvent_t e;
-     float ms;
-     CUDA_CHECK(cudaEventCreate(&e));
-     CUDA_CHECK(cudaEventElapsedTime(&ms, e, e));
-   }, ALL("never recorded")},
-  {"nvtx range ended twice", [] { nvtxRangePushA("a"); nvtxRangePop(); nvtxRangePop(); }, ALL("nvtxRangePop")},
-  // ---- streams: seen when work runs late, in reverse order ------------------------------------------------
-  {"read before the copy has finished", [] {
-     Device<float> a(64);
-     float* pinned;
-     CUDA_CHECK(cudaMallocHost(&pinned, 256));
-     CUDA_CHECK(cudaMemcpyAsync(pinned, a.up().d, 256, cudaMemcpyDeviceToHost));
-     expect(pinned[5] == 1);
-     CUDA_CHECK(cudaFreeHost(pinned));
-   }, NUMBERS, NUMBERS, NUMBERS},
-  {"source changed before the copy has finished", [] {
-     Device<float> a(64);
-     float* pinned;
-     CUDA_CHECK(cudaMallocHost(&pinned, 256));
-     for (int i = 0; i < 64; i++) pinned[i] = 1;
-     CUDA_CHECK(cudaMemcpyAsync(a.d, pinned, 256, cudaMemcpyHostToDevice));
-     for (int i = 0; i < 64; i++) pinned[i] = 2;
-     expect(all(a.down().h, 1));
-     CUDA_CHECK(cudaFreeHost(pinned));
-   }, NUMBERS, NUMBERS, NUMBERS},
-  {"one stream does not wait for another", [] {
-     cudaStream_t s, t;
-     CUDA_CHECK(cudaStreamCreate(&s));
-     CUDA_CHECK(cudaStreamCreate(&t));
-     Device<float> a(64, 5.0f);
-     a.up();
-     CUDA_CHECK(cudaDeviceSynchronize());
-     launch(add_one, 1, 64, 0, s, a.d);
-     CUDA_CHECK(cudaMemsetAsync(a.d, 0, 256, t));
-     CUDA_CHECK(cudaStreamSynchronize(t));
-     expect(all(a.down().h, 0));
-     CUDA_CHECK(cudaStreamDestroy(s));
-     CUDA_CHECK(cudaStreamDestroy(t));
-   }, NUMBERS, NUMBERS, NUMBERS},
-  {"time of an event nobody waited for", [] {
-     cudaEvent_t e;
-     float ms;
-     CUDA_CHECK(cudaEventCreate(&e));
-     CUDA_CHECK(cudaEventRecord(e));
-     emu::order = Order::reverse;
-     CUDA_CHECK(cudaEventRecord(e));
-     CUDA_CHECK(cudaEventElapsedTime(&ms, e, e));
-   }, ALL("nothing waited for it")},
-  // ---- cuBLASLt -----------------------------------------------------------------------------------------
-  {"product: inner sizes differ", [] { product_fault([](Product& p) { p.k = 23; }); },
-   "B bf16 23 x 8", "sizes do not fit", "sizes do not fit"},
-  {"product: output of another size", [] { product_fault([](Product& p) { p.m = 15; }); },
-   "D float 15 x 8", "sizes do not fit", "sizes do not fit"},
-  {"product: leading dimension too small", [] { product_fault([](Product& p) { p.ldb = 23; }); },
-   ALL("leading dimension")},
-  {"product: operand types differ", [] { product_fault([](Product& p) { p.type_a = CUDA_R_32F; }); },
-   ALL("unsupported types")},
-  {"product: float into bf16",
-   [] { product_fault([](Product& p) { p.type_a = p.type_b = CUDA_R_32F, p.type_d = CUDA_R_16BF; }); },
-   ALL("unsupported types")},
-  {"product: output buffer too small", [] { product_fault([](Product& p) { p.small_output = true; }); },
-   "D: 512 bytes", "run past the end of 508", "run past the end of 508"},
-  {"product: host operand", [] { product_fault([](Product& p) { p.host_operand = true, p.alignment = 1; }); },
-   "A: ", "is not device memory", "is not device memory"},
-  {"product: unwritten operand", [] { product_fault([](Product& p) { p.unwritten = true; }); },
-   UNSEEN, UNSEEN, "nobody has written"},
-  {"product: algorithm of another product", [] { product_fault([](Product& p) { p.reuse_algorithm = true; }); },
-   ALL("for another product")},
-  {"product: workspace too small", [] { product_fault([](Product& p) { p.workspace = 100; }); },
-   ALL("the workspace has 100 bytes")},
-  {"product: operand not aligned as promised", [] { product_fault([](Product& p) { p.offset_a = 16; }); },
-   "A is not aligned to the 256", "A is not aligned", "A is not aligned"},
-  {"product: attribute of the wrong size", [] { product_fault([](Product& p) { p.short_attribute = true; }); },
-   ALL("has 1 bytes, expected 4")},
+    // ---- device memory ----------------------------------------------------------------------------------
+    {"store one past the end",
+     [] {
+       Device<float> out(64);
+       launch(store, 1, 1, 0, 0, Pointer{out.d}, 64);
+       CUDA_CHECK(cudaDeviceSynchronize());
+     },
+     ANY, ASAN, "write of 4 bytes outside any allocation"},
+    {"load one before the beginning",
+     [] {
+       Device<float> in(64);
+       run64(64, 1, 0, load, Pointer{in.up().d}, -1);
+     },
+     ANY, ASAN, "read of 4 bytes outside any allocation"},
+    {"use after free, pointer in a struct",
+     [] {
+       Device<float> out(64);
+       float* gone;
+       CUDA_CHECK(cudaMalloc(&gone, 256));
+       CUDA_CHECK(cudaFree(gone));
+       launch(load, 1, 64, 0, 0, out.d, Pointer{gone}, 0);
+       CUDA_CHECK(cudaDeviceSynchronize());
+     },
+     ANY, ASAN, "outside any allocation"},
+    {"use after free, pointer as a parameter",
+     [] {
+       float* gone;
+       CUDA_CHECK(cudaMalloc(&gone, 256));
+       CUDA_CHECK(cudaFree(gone));
+       launch(add_one, 1, 64, 0, 0, gone);
+     },
+     ALL("add_one: parameter 1")},
+    {"host pointer as a parameter",
+     [] {
+       std::vector<float> host(64);
+       launch(add_one, 1, 64, 0, 0, host.data());
+     },
+     ALL("is not device memory")},
+    {"host pointer in a struct",
+     [] {
+       std::vector<float> host(64);
+       run64(64, 1, 0, load, Pointer{host.data()}, 0);
+     },
+     UNSEEN, UNSEEN, "read of 4 bytes of host memory"},
+    {"null pointer",
+     [] {
+       launch(add_one, 1, 64, 0, 0, static_cast<float*>(nullptr));
+       CUDA_CHECK(cudaDeviceSynchronize());
+     },
+     "bad or misaligned address", "add_one", "host memory"},
+    {"host reads device memory",
+     [] {
+       Device<float> in(64);
+       const volatile float* p = in.up().d;
+       expect(p[3] == 1);
+     },
+     UNSEEN, "through cudaMemcpy only", "the host touches device memory"},
+    {"host writes device memory",
+     [] {
+       Device<float> out(64);
+       const_cast<volatile float*>(out.d)[3] = 1;
+     },
+     UNSEEN, "through cudaMemcpy only", "the host touches device memory"},
+    {"unwritten device memory", [] { expect(all(run64(64, 1, 0, add_one), 2)); }, NUMBERS, NUMBERS,
+     "read of device memory nobody has written"},
+    {"misaligned vector load",
+     [] {
+       Device<float> in(64);
+       Device<float4> out(1, float4{});
+       launch(load_float4, 1, 1, 0, 0, out.d, in.up().d);
+       CUDA_CHECK(cudaDeviceSynchronize());
+     },
+     ANY, "misaligned", "misaligned access"},
+    {"stack overflow", [] { run64(64, 1, 0, overflow_stack, 1000); }, "stack overflow", "stack-overflow",
+     "stack overflow"},
+    // ---- shared memory ----------------------------------------------------------------------------------
+    {"dynamic shared memory, one past the end", [] { run64(64, 1, 256, dynamic_overrun, 64); }, UNSEEN, ASAN,
+     "outside any allocation"},
+    {"static shared memory, one past the end", [] { run64(64, 1, 0, static_overrun, 64); }, ANY, UBSAN, ANY},
+    {"unwritten shared memory", [] { expect(all(run64(64, 1, 0, unwritten_shared), 1)); }, NUMBERS, NUMBERS,
+     "read of shared memory nobody has written"},
+    {"shared memory left over from another block", [] { expect(all(run64(128, 2, 0, left_over_shared), 1)); },
+     NUMBERS, NUMBERS, "read of shared memory nobody has written"},
+    // ---- barriers ---------------------------------------------------------------------------------------
+    {"no barrier before a read", [] { expect(reversed(run64(64, 1, 0, no_barrier))); }, NUMBERS, NUMBERS,
+     "emu: error"},
+    {"no barrier before reuse",
+     [] {
+       const auto v = run64(128, 1, 0, no_barrier_before_reuse);
+       expect(reversed(v) && v[64] == 127);
+     },
+     NUMBERS, NUMBERS, "no __syncthreads lies in between"},
+    {"no barrier before a write", [] { expect(all(run64(64, 1, 0, write_after_read), 1)); }, NUMBERS, NUMBERS,
+     "data race on 4 bytes of shared memory"},
+    {"no __syncwarp", [] { expect(run64(64, 1, 0, no_syncwarp)[6] == 7); }, NUMBERS, NUMBERS, "emu: error"},
+    {"barrier in a branch", [] { run64(64, 1, 0, barrier_in_branch); }, "threads 0..31 wait in __syncthreads",
+     "threads 0..31 wait in __syncthreads", "threads 32..63 have left the kernel"},
+    {"exit before a barrier", [] { run64(64, 1, 0, early_exit, 50); }, ALL("threads that never come")},
+    {"two barriers in two branches", [] { run64(64, 1, 0, two_barriers); }, ALL("different __syncthreads")},
+    {"barrier in an uneven loop", [] { run64(64, 1, 0, uneven_loop); }, ALL("threads that never come")},
+    // ---- warps ------------------------------------------------------------------------------------------
+    {"shuffle without all its lanes", [] { run64(64, 1, 0, shuffle_half); }, ALL("wait in __shfl_xor_sync")},
+    {"shuffles in two branches", [] { run64(64, 1, 0, shuffle_in_branches); },
+     ALL("meet in different operations")},
+    {"shuffle from a lane outside the mask", [] { run64(64, 1, 0, shuffle_outside); },
+     ALL("does not take part")},
+    {"mask without the caller", [] { run64(64, 1, 0, wrong_mask); }, ALL("leaves it out")},
+    {"shuffle against barrier", [] { run64(64, 1, 0, shuffle_against_barrier); },
+     ALL("threads 5..5 wait in __syncthreads")},
+    {"warp sum by half a warp", [] { run64(64, 1, 0, half_of_helper); }, ALL(CALLED_AT)},
+    {"mma without all lanes", [] { run64(64, 1, 0, mma_in_branch); }, ALL("wait in mma")},
+    {"ldmatrix of a misaligned row", [] { run64(64, 1, 1024, ldmatrix_at, 8); }, ALL("not aligned")},
+    {"ldmatrix of a row outside", [] { run64(64, 1, 512, ldmatrix_at, 16); }, UNSEEN, "outside any allocation",
+     "outside any allocation"},
+    // ---- asynchronous copies ----------------------------------------------------------------------------
+    {"cp.async waited for too late",
+     [] {
+       Device<float> in(256);
+       expect(all(run64(256, 1, 1024, cp_async, in.up().d, 1, true), 1));
+     },
+     NUMBERS, NUMBERS, "read of shared memory nobody has written"},
+    {"cp.async without a barrier after the wait",
+     [] {
+       Device<float> in(256);
+       expect(all(run64(256, 1, 1024, cp_async, in.up().d, 0, false), 1));
+     },
+     NUMBERS, NUMBERS, "emu: error"},
+    {"cp.async from a misaligned address",
+     [] {
+       Device<float> in(260);
+       run64(256, 1, 1024, cp_async, in.up().d + 1, 0, true);
+     },
+     ALL("not aligned")},
+    {"cp.async from beyond the end",
+     [] {
+       Device<float> in(252);
+       run64(256, 1, 1024, cp_async, in.up().d, 0, true);
+     },
+     ANY, "outside any allocation", "outside any allocation"},
+    // ---- threads and blocks that get in each other's way --------------------------------------------------
+    {"sum without atomics",
+     [] {
+       Device<float> sum(1, 0.0f);
+       launch(sum_without_atomics, 4, 1, 0, 0, sum.up().d);
+       CUDA_CHECK(cudaDeviceSynchronize());
+     },
+     ANY, ANY, "nothing orders the blocks"},
+    {"blocks that overlap", [] { run64(244, 4, 0, overlapping_blocks); }, ANY, ANY, "wrote before"},
+    {"warps that write one cell", [] { run64(64, 1, 0, same_cell); }, UNSEEN, UNSEEN, "data race"},
+    // ---- launches ---------------------------------------------------------------------------------------
+    {"1025 threads",
+     [] {
+       Device<float> a(1);
+       launch(add_one, 1, 1025, 0, 0, a.d);
+     },
+     "bad configuration of add_one", "bad configuration", "bad configuration"},
+    {"empty grid",
+     [] {
+       Device<float> a(1);
+       launch(add_one, 0, 64, 0, 0, a.d);
+     },
+     ALL("grid (0,1,1)")},
+    {"grid too large",
+     [] {
+       Device<float> a(1);
+       launch(add_one, size_t(1) << 32, 64, 0, 0, a.d);
+     },
+     ALL("bad configuration")},
+    {"grid y too large",
+     [] {
+       Device<float> a(1);
+       launch(add_one, dim3(1, 65536), 64, 0, 0, a.d);
+     },
+     ALL("bad configuration")},
+    {"too much shared memory",
+     [] {
+       Device<float> a(1);
+       launch(add_one, 1, 64, 200000, 0, a.d);
+     },
+     "shared memory 200000", "bad configuration", "bad configuration"},
+    {"launch on a destroyed stream",
+     [] {
+       cudaStream_t s;
+       CUDA_CHECK(cudaStreamCreate(&s));
+       CUDA_CHECK(cudaStreamDestroy(s));
+       Device<float> a(64);
+       launch(add_one, 1, 64, 0, s, a.d);
+     },
+     ALL("was not made by cudaStreamCreate")},
+    // ---- the runtime API ----------------------------------------------------------------------------------
+    {"copy too long",
+     [] {
+       Device<float> a(64);
+       std::vector<float> h(65);
+       CUDA_CHECK(cudaMemcpy(a.d, h.data(), 65 * 4, cudaMemcpyHostToDevice));
+     },
+     "emu: in cudaMemcpy, called at", "run past the end of 256 bytes", "run past the end of 256 bytes"},
+    {"copy in the wrong direction",
+     [] {
+       Device<float> a(64);
+       CUDA_CHECK(cudaMemcpy(a.d, a.h.data(), 256, cudaMemcpyDeviceToHost));
+     },
+     ALL("is device memory, expected host")},
+    {"copy between overlapping ranges",
+     [] {
+       Device<float> a(64);
+       CUDA_CHECK(cudaMemcpy(a.up().d, a.d + 8, 128, cudaMemcpyDeviceToDevice));
+     },
+     ALL("overlap")},
+    {"copy from a host buffer too short",
+     [] {
+       Device<float> a(64);
+       std::vector<float> h(32);
+       CUDA_CHECK(cudaMemcpy(a.d, h.data(), 256, cudaMemcpyHostToDevice));
+     },
+     UNSEEN, ASAN, UNSEEN},
+    {"memset too long",
+     [] {
+       Device<float> a(64);
+       CUDA_CHECK(cudaMemset(a.d + 1, 0, 256));
+     },
+     ALL("offset 4 run past")},
+    {"free twice",
+     [] {
+       float* p;
+       CUDA_CHECK(cudaMalloc(&p, 256));
+       CUDA_CHECK(cudaFree(p));
+       CUDA_CHECK(cudaFree(p));
+     },
+     "emu: in cudaFree", "was freed before", "was freed before"},
+    {"free of host memory",
+     [] {
+       std::vector<float> h(64);
+       CUDA_CHECK(cudaFree(h.data()));
+     },
+     ALL("is no device memory")},
+    {"leak of device memory",
+     [] {
+       float* p;
+       CUDA_CHECK(cudaMalloc(&p, 1000));
+     },
+     ALL("device memory of 1000 bytes")},
+    {"leak of an event",
+     [] {
+       cudaEvent_t e;
+       CUDA_CHECK(cudaEventCreate(&e));
+     },
+     "event of 0 bytes, made at", "made at", "made at"},
+    {"leak of a cuBLASLt handle",
+     [] {
+       cublasLtHandle_t lt;
+       CUBLAS_CHECK(cublasLtCreate(&lt));
+     },
+     ALL("cuBLASLt object of 0 bytes, made at")},
+    {"cuBLASLt handle destroyed twice",
+     [] {
+       cublasLtHandle_t lt;
+       CUBLAS_CHECK(cublasLtCreate(&lt));
+       CUBLAS_CHECK(cublasLtDestroy(lt));
+       CUBLAS_CHECK(cublasLtDestroy(lt));
+     },
+     ALL("is no cuBLASLt object")},
+    {"wait for a destroyed stream",
+     [] {
+       cudaStream_t s;
+       CUDA_CHECK(cudaStreamCreate(&s));
+       CUDA_CHECK(cudaStreamDestroy(s));
+       CUDA_CHECK(cudaStreamSynchronize(s));
+     },
+     "emu: in cudaStreamSynchronize", "was not made by cudaStreamCreate", "was not made by cudaStreamCreate"},
+    {"time of an event never recorded",
+     [] {
+       cudaEvent_t e;
+       float ms;
+       CUDA_CHECK(cudaEventCreate(&e));
+       CUDA_CHECK(cudaEventElapsedTime(&ms, e, e));
+     },
+     ALL("never recorded")},
+    {"nvtx range ended twice",
+     [] {
+       nvtxRangePushA("a");
+       nvtxRangePop();
+       nvtxRangePop();
+     },
+     ALL("nvtxRangePop")},
+    // ---- streams: seen when work runs late, in reverse order ------------------------------------------------
+    {"read before the copy has finished",
+     [] {
+       Device<float> a(64);
+       float* pinned;
+       CUDA_CHECK(cudaMallocHost(&pinned, 256));
+       CUDA_CHECK(cudaMemcpyAsync(pinned, a.up().d, 256, cudaMemcpyDeviceToHost));
+       expect(pinned[5] == 1);
+       CUDA_CHECK(cudaFreeHost(pinned));
+     },
+     NUMBERS, NUMBERS, NUMBERS},
+    {"source changed before the copy has finished",
+     [] {
+       Device<float> a(64);
+       float* pinned;
+       CUDA_CHECK(cudaMallocHost(&pinned, 256));
+       for (int i = 0; i < 64; i++) pinned[i] = 1;
+       CUDA_CHECK(cudaMemcpyAsync(a.d, pinned, 256, cudaMemcpyHostToDevice));
+       for (int i = 0; i < 64; i++) pinned[i] = 2;
+       expect(all(a.down().h, 1));
+       CUDA_CHECK(cudaFreeHost(pinned));
+     },
+     NUMBERS, NUMBERS, NUMBERS},
+    {"one stream does not wait for another",
+     [] {
+       cudaStream_t s, t;
+       CUDA_CHECK(cudaStreamCreate(&s));
+       CUDA_CHECK(cudaStreamCreate(&t));
+       Device<float> a(64, 5.0f);
+       a.up();
+       CUDA_CHECK(cudaDeviceSynchronize());
+       launch(add_one, 1, 64, 0, s, a.d);
+       CUDA_CHECK(cudaMemsetAsync(a.d, 0, 256, t));
+       CUDA_CHECK(cudaStreamSynchronize(t));
+       expect(all(a.down().h, 0));
+       CUDA_CHECK(cudaStreamDestroy(s));
+       CUDA_CHECK(cudaStreamDestroy(t));
+     },
+     NUMBERS, NUMBERS, NUMBERS},
+    {"time of an event nobody waited for",
+     [] {
+       cudaEvent_t e;
+       float ms;
+       CUDA_CHECK(cudaEventCreate(&e));
+       CUDA_CHECK(cudaEventRecord(e));
+       emu::order = Order::reverse;
+       CUDA_CHECK(cudaEventRecord(e));
+       CUDA_CHECK(cudaEventElapsedTime(&ms, e, e));
+     },
+     ALL("nothing waited for it")},
+    // ---- cuBLASLt -----------------------------------------------------------------------------------------
+    {"product: inner sizes differ", [] { product_fault([](Product& p) { p.k = 23; }); }, "B bf16 23 x 8",
+     "sizes do not fit", "sizes do not fit"},
+    {"product: output of another size", [] { product_fault([](Product& p) { p.m = 15; }); }, "D float 15 x 8",
+     "sizes do not fit", "sizes do not fit"},
+    {"product: leading dimension too small", [] { product_fault([](Product& p) { p.ldb = 23; }); },
+     ALL("leading dimension")},
+    {"product: operand types differ", [] { product_fault([](Product& p) { p.type_a = CUDA_R_32F; }); },
+     ALL("unsupported types")},
+    {"product: float into bf16",
+     [] { product_fault([](Product& p) { p.type_a = p.type_b = CUDA_R_32F, p.type_d = CUDA_R_16BF; }); },
+     ALL("unsupported types")},
+    {"product: output buffer too small", [] { product_fault([](Product& p) { p.small_output = true; }); },
+     "D: 512 bytes", "run past the end of 508", "run past the end of 508"},
+    {"product: host operand", [] { product_fault([](Product& p) { p.host_operand = true, p.alignment = 1; }); },
+     "A: ", "is not device memory", "is not device memory"},
+    {"product: unwritten operand", [] { product_fault([](Product& p) { p.unwritten = true; }); }, UNSEEN,
+     UNSEEN, "nobody has written"},
+    {"product: algorithm of another product",
+     [] { product_fault([](Product& p) { p.reuse_algorithm = true; }); }, ALL("for another product")},
+    {"product: workspace too small", [] { product_fault([](Product& p) { p.workspace = 100; }); },
+     ALL("the workspace has 100 bytes")},
+    {"product: operand not aligned as promised", [] { product_fault([](Product& p) { p.offset_a = 16; }); },
+     "A is not aligned to the 256", "A is not aligned", "A is not aligned"},
+    {"product: attribute of the wrong size",
+     [] { product_fault([](Product& p) { p.short_attribute = true; }); }, ALL("has 1 bytes, expected 4")},
 };
 
 // Runs fault i in a process of its own; returns its exit status and what it printed.
@@ -580,20 +703,23 @@ static void test_faults() {
       std::string text;
       const int status = run_fault(i, order, &text);
       wrong += status == WRONG;
-      if (expected == ANY) CHECK(true);
-      else if (expected == UNSEEN) CHECK_EQ(status, 0);
-      else if (expected == NUMBERS) CHECK(status == 0 || status == WRONG);
+      if (expected == ANY)
+        CHECK(true);
+      else if (expected == UNSEEN)
+        CHECK_EQ(status, 0);
+      else if (expected == NUMBERS)
+        CHECK(status == 0 || status == WRONG);
       else {
         CHECK(status != 0 && status != WRONG);
-        if (!CHECK(text.find(expected) != std::string::npos)) printf("  %s, expected '%s':\n%s\n", order,
-            expected, text.c_str());
+        if (!CHECK(text.find(expected) != std::string::npos))
+          printf("  %s, expected '%s':\n%s\n", order, expected, text.c_str());
         // Whatever happens inside a kernel names kernel, block and thread; whatever not, the API call or the
         // line.
         const bool in_kernel = text.find("emu: in kernel ") != std::string::npos;
-        if (in_kernel) CHECK(text.find(", block (") != std::string::npos
-            && text.find(", thread (") != std::string::npos);
-        else CHECK(text.find("test_emulator.cu:") != std::string::npos
-            || text.find("nvtx") != std::string::npos);
+        if (in_kernel)
+          CHECK(text.find(", block (") != std::string::npos && text.find(", thread (") != std::string::npos);
+        else
+          CHECK(text.find("test_emulator.cu:") != std::string::npos || text.find("nvtx") != std::string::npos);
         if (!strcmp(order, "forward")) printf("  %s\n", first_line_with(text, expected).c_str());
       }
     }
@@ -704,8 +830,8 @@ static void test_kernels() {
     for (size_t i = 0; i < 480; i++) in.h[i] = float(i);
     launch(reverse_in_blocks, 5, 96, 0, 0, out.d, in.up().d);
     out.down();
-    for (size_t i = 0; i < 480; i++) if (!CHECK_EQ(out.h[i],
-        in.h[i / 96 * 96 + 95 - i % 96] + 2 + in.h[i] + 1)) break;
+    for (size_t i = 0; i < 480; i++)
+      if (!CHECK_EQ(out.h[i], in.h[i / 96 * 96 + 95 - i % 96] + 2 + in.h[i] + 1)) break;
   });
   TEST("warp operations, 40 threads");
   in_every_order([] {
@@ -716,8 +842,13 @@ static void test_kernels() {
       const int base = t / 32 * 32, lanes = t < 32 ? 32 : 8, lane = t % 32;
       int sum = 0, ballot = 0;
       for (int l = 0; l < lanes; l++) sum += base + l, ballot |= (l % 3 == 0) << l;
-      const int expected[8] = {base + 3, lane ? t - 1 : t, lane % 8 + 2 < 8 ? t + 2 : t, t ^ 5, ballot,
-          t < 32 ? 1 : 2, sum,
+      const int expected[8] = {base + 3,
+                               lane ? t - 1 : t,
+                               lane % 8 + 2 < 8 ? t + 2 : t,
+                               t ^ 5,
+                               ballot,
+                               t < 32 ? 1 : 2,
+                               sum,
                                (t ^ 1) * 100 + (lane % 8 + 3 < 8 ? t + 3 : t)};
       for (int i = 0; i < 8; i++) CHECK_EQ(out.h[size_t(t * 8 + i)], expected[i]);
     }
@@ -727,13 +858,17 @@ static void test_kernels() {
     Device<float> out(128);
     launch(exchange_by_warp, 1, 128, 512, 0, out.d);
     out.down();
-    for (size_t i = 0; i < 128; i++) if (!CHECK_EQ(out.h[i], float((i ^ 7) + 2))) break;
+    for (size_t i = 0; i < 128; i++)
+      if (!CHECK_EQ(out.h[i], float((i ^ 7) + 2))) break;
   });
   TEST("memory is NaN until somebody writes it");
   in_every_order([] {
     auto is_nan = [](float x) { return x != x; };
     auto all_nan = [&](const float* p, size_t n) { return std::all_of(p, p + n, is_nan); };
-    { Device<float> before(640, 1.0f); before.up(); }
+    {
+      Device<float> before(640, 1.0f);
+      before.up();
+    }
     CHECK(all_nan(Device<float>(640).down().h.data(), 640));
     float* pinned;
     CUDA_CHECK(cudaMallocHost(&pinned, 256));
@@ -874,8 +1009,8 @@ static void test_runtime() {
     float best = 0, best_distance = INFINITY;  // the nearest of all 65,536
     for (unsigned u = 0; u < 65536; u++) {
       const float c = __ushort_as_bfloat16(uint16_t(u)), distance = fabsf(c - f);
-      if (distance < best_distance || (distance == best_distance && u % 2 == 0)) best = c,
-          best_distance = distance;
+      if (distance < best_distance || (distance == best_distance && u % 2 == 0))
+        best = c, best_distance = distance;
     }
     CHECK_EQ(float(bf16(f)), best);
   }
@@ -906,8 +1041,8 @@ static double product_error(bool ta, bool tb, size_t m, size_t n, size_t k, floa
   CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&lb, type(T()), tb ? n : k, tb ? k : n, int64_t(ldb)));
   CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&ld, type(O()), m, n, int64_t(ldd)));
   const float alpha = 0.5f;
-  CUBLAS_CHECK(cublasLtMatmul(lt, desc, &alpha, a.d, la, b.d, lb, &beta, d.d, ld, d.d, ld, nullptr, nullptr,
-      0, nullptr));
+  CUBLAS_CHECK(cublasLtMatmul(lt, desc, &alpha, a.d, la, b.d, lb, &beta, d.d, ld, d.d, ld, nullptr, nullptr, 0,
+                              nullptr));
   d.down();
   double worst = 0;
   for (size_t j = 0; j < n; j++)
@@ -919,7 +1054,7 @@ static double product_error(bool ta, bool tb, size_t m, size_t n, size_t k, floa
                double(float(b.h[tb ? l * ldb + j : j * ldb + l]));
       const double want = i < m ? 0.5 * sum + (beta == 0 ? 0 : double(beta) * old) : old;
       worst = fmax(worst,
-          fabs(got - want) / (sizeof(O) == 2 ? fabs(want) + 1e-2 : 1));  // between the rows: untouched
+                   fabs(got - want) / (sizeof(O) == 2 ? fabs(want) + 1e-2 : 1));  // between the rows: untouched
     }
   CUBLAS_CHECK(cublasLtMatrixLayoutDestroy(la));
   CUBLAS_CHECK(cublasLtMatrixLayoutDestroy(lb));
@@ -933,13 +1068,13 @@ static void test_products() {
   in_every_order([] {
     double worst[3] = {};
     for (int t = 0; t < 4; t++)
-      for (auto [m, n, k] : {std::tuple<size_t, size_t, size_t>{1, 1, 1}, {17, 7, 5}, {16, 6, 64}, {33, 41,
-          130}})
+      for (auto [m, n, k] :
+           {std::tuple<size_t, size_t, size_t>{1, 1, 1}, {17, 7, 5}, {16, 6, 64}, {33, 41, 130}})
         for (float beta : {0.0f, 1.0f}) {
-          worst[0] = fmax(worst[0], product_error<float, float>(t & 1, t & 2, m, n, k,
-              beta) / (double(k + 2) * 6e-8));
-          worst[1] = fmax(worst[1], product_error<bf16, float>(t & 1, t & 2, m, n, k,
-              beta) / (double(k + 2) * 6e-8));
+          worst[0] =
+              fmax(worst[0], product_error<float, float>(t & 1, t & 2, m, n, k, beta) / (double(k + 2) * 6e-8));
+          worst[1] =
+              fmax(worst[1], product_error<bf16, float>(t & 1, t & 2, m, n, k, beta) / (double(k + 2) * 6e-8));
           worst[2] = fmax(worst[2], product_error<bf16, bf16>(t & 1, t & 2, m, n, k, beta) * 256);
         }
     if (emu::order == Order::forward)
@@ -954,8 +1089,10 @@ __global__ void copy_vectors(float4* out, const float4* in) {
   const size_t i = blockIdx.x * blockDim.x + threadIdx.x;
   out[i] = in[i];
 }
-template <int STRIDE> __global__ void read_strided(float* out, const float* in) {
-    out[threadIdx.x] = in[threadIdx.x * STRIDE]; }
+template <int STRIDE>
+__global__ void read_strided(float* out, const float* in) {
+  out[threadIdx.x] = in[threadIdx.x * STRIDE];
+}
 __global__ void read_broadcast(float* out, const float* in) { out[threadIdx.x] = in[0] + in[1]; }
 __global__ void scale_vectors(float4* out, const float4* in) {  // compilers split such loads into four
   const float4 v = in[threadIdx.x];
@@ -963,7 +1100,10 @@ __global__ void scale_vectors(float4* out, const float4* in) {  // compilers spl
 }
 static void test_traffic() {
   TEST("bytes and sectors of global memory per kernel");
-  if (!emu::COUNTS_TRAFFIC) { SKIP("only the race build counts"); return; }
+  if (!emu::COUNTS_TRAFFIC) {
+    SKIP("only the race build counts");
+    return;
+  }
   in_every_order([] {
     Device<float> in(4096), out(4096);
     in.up();

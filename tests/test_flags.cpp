@@ -13,102 +13,105 @@ static Options parse(std::vector<std::string> words, Device device = Device::cpu
 }
 
 static void test_refusals() {
-  static const struct { std::vector<std::string> words; const char* message; } cases[] = {
-    // not a flag at all
-    {{"--bogus", "1"}, "--bogus: no such flag"},
-    {{"--"}, "--: no such flag"},
-    {{"--Lr", "1"}, "--Lr: no such flag"},
-    {{"-lr", "1"}, "'-lr': expected --flag value"},
-    {{"shard_1.bin"}, "'shard_1.bin': expected --flag value"},
-    {{"--train", "a.bin", "b.bin"}, "'b.bin': expected --flag value (put globs in quotes"},
-    {{""}, "'': expected --flag value"},
-    // no value
-    {{"--lr"}, "--lr: value missing; expected --lr X"},
-    {{"--lr", "--seed", "1"}, "--lr: value missing"},
-    {{"--preset"}, "--preset: value missing; expected --preset tiny|s|m"},
-    {{"--train="}, "--train: got '', expected GLOB"},
-    {{"--val", ""}, "--val: got '', expected GLOB"},
-    {{"--resume", ""}, "--resume: got '', expected PATH"},
-    {{"--out", ""}, "--out: got '', expected DIR"},
-    {{"--steps="}, "--steps: got '', expected a whole number from 0 to"},
-    // given twice
-    {{"--seed", "1", "--seed", "1"}, "--seed: given twice"},
-    {{"--quiet", "--quiet"}, "--quiet: given twice"},
-    // not one of the words allowed
-    {{"--preset", "xl"}, "--preset: got 'xl', expected tiny|s|m"},
-    {{"--preset", ""}, "--preset: got '', expected tiny|s|m"},
-    {{"--preset", "tiny|s"}, "--preset: got 'tiny|s', expected tiny|s|m"},
-    {{"--arch", "frozen_v"}, "--arch: got 'frozen_v', expected rd|block|tied|average|frozen-v|residual"},
-    {{"--arch", "RD"}, "--arch: got 'RD'"},
-    {{"--quiet=yes"}, "--quiet: got 'yes', expected true or false"},
-    // not a number of the kind
-    {{"--layers", "four"}, "--layers: got 'four', expected a whole number from 1 to 4096"},
-    {{"--layers", "4.0"}, "--layers: got '4.0'"},
-    {{"--layers", "4x"}, "--layers: got '4x'"},
-    {{"--layers", " 4"}, "--layers: got ' 4'"},
-    {{"--layers", "+4"}, "--layers: got '+4'"},
-    {{"--layers", "0x4"}, "--layers: got '0x4'"},
-    {{"--steps", "1e3"}, "--steps: got '1e3'"},
-    {{"--lr", "fast"}, "--lr: got 'fast', expected a number from 0 to 100"},
-    {{"--lr", "1e-3x"}, "--lr: got '1e-3x'"},
-    {{"--lr", "nan"}, "--lr: got 'nan'"},
-    {{"--lr", "inf"}, "--lr: got 'inf'"},
-    {{"--lr", "1e999"}, "--lr: got '1e999'"},
-    {{"--lr", "0x1p3"}, "--lr: got '0x1p3'"},
-    {{"--lr", "1,5"}, "--lr: got '1,5'"},
-    {{"--lr", "-"}, "--lr: got '-'"},
-    // out of range
-    {{"--layers", "0"}, "--layers: got '0', expected a whole number from 1 to 4096"},
-    {{"--layers", "4097"}, "--layers: got '4097'"},
-    {{"--layers", "-1"}, "--layers: got '-1'"},
-    {{"--width", "1"}, "--width: got '1', expected a whole number from 2 to 65536"},
-    {{"--heads", "0"}, "--heads: got '0'"},
-    {{"--ffn", "0"}, "--ffn: got '0'"},
-    {{"--block-size", "0"}, "--block-size: got '0', expected a whole number from 1 to 8192"},
-    {{"--context", "0"}, "--context: got '0'"},
-    {{"--context", "18446744073709551616"}, "--context: got '18446744073709551616'"},
-    {{"--vocab", "1"}, "--vocab: got '1', expected a whole number from 2 to 65536"},
-    {{"--vocab", "65537"}, "--vocab: got '65537'"},
-    {{"--batch", "0"}, "--batch: got '0'"},
-    {{"--total-batch", "0"}, "--total-batch: got '0'"},
-    {{"--steps", "-5"}, "--steps: got '-5'"},
-    {{"--steps", "99999999999999"}, "--steps: got '99999999999999'"},
-    {{"--lr", "-0.1"}, "--lr: got '-0.1', expected a number from 0 to 100"},
-    {{"--min-lr-ratio", "1.5"}, "--min-lr-ratio: got '1.5', expected a number from 0 to 1"},
-    {{"--warmup", "-1"}, "--warmup: got '-1'"},
-    {{"--weight-decay", "-1"}, "--weight-decay: got '-1'"},
-    {{"--clip", "-1"}, "--clip: got '-1'"},
-    {{"--query-lr-mult", "-1"}, "--query-lr-mult: got '-1'"},
-    {{"--seed", "-1"}, "--seed: got '-1'"},
-    {{"--val-every", "-1"}, "--val-every: got '-1'"},
-    {{"--val-tokens", "x"}, "--val-tokens: got 'x'"},
-    {{"--sample-every", "-1"}, "--sample-every: got '-1'"},
-    {{"--sample-tokens", "9999999"}, "--sample-tokens: got '9999999'"},
-    {{"--temperature", "-1"}, "--temperature: got '-1'"},
-    {{"--top-k", "65537"}, "--top-k: got '65537'"},
-    {{"--top-p", "1.01"}, "--top-p: got '1.01', expected a number from 0 to 1"},
-    {{"--checkpoint-every", "1.5"}, "--checkpoint-every: got '1.5'"},
-    {{"--keep", "-1"}, "--keep: got '-1'"},
-    // GPU only
-    {{"--dtype", "bf16"}, "--dtype: for the GPU trainer only"},
-    {{"--profile", "5"}, "--profile: for the GPU trainer only"},
-    {{"--recompute"}, "--recompute: for the GPU trainer only"},
-    // combinations that cannot be
-    {{"--width", "128", "--heads", "3"},
-     "--heads: got 3; expected width / heads, here 128 / 3, to be an even whole number"},
-    {{"--width", "12", "--heads", "4"}, "--heads: got 4; expected width / heads, here 12 / 4"},
-    {{"--width", "2", "--heads", "4"}, "--heads: got 4; expected width / heads, here 2 / 4"},
-    {{"--block-size", "3"}, "--block-size: got 3, expected an even number of sublayers, or 1"},
-    {{"--batch", "8", "--context", "128", "--total-batch", "1000"},
-     "--total-batch: got 1000, expected a multiple of batch * context = 1024"},
-    {{"--batch", "8", "--context", "128", "--total-batch", "512"},
-     "--total-batch: got 512, expected a multiple of batch * context = 1024"},
-    {{"--batch", "1048576", "--context", "1048576", "--width", "65536", "--layers", "4096", "--heads", "1"},
-     "--batch: got 1048576; expected activations, about 5e+21 numbers here, to fit in 64 bits"},
-    {{"--vocab", "256"}, "--vocab: got 256, expected at least the tokenizer's 257"},
-    {{"--val", "v.bin"}, "--train: missing"},
-    {{"--tokenizer", "t.bin"}, "--tokenizer: the built-in stories are bytes"},
-    {{"--resume", "a", "--init-from", "b"}, "--init-from: cannot be combined with --resume"},
+  static const struct {
+    std::vector<std::string> words;
+    const char* message;
+  } cases[] = {
+      // not a flag at all
+      {{"--bogus", "1"}, "--bogus: no such flag"},
+      {{"--"}, "--: no such flag"},
+      {{"--Lr", "1"}, "--Lr: no such flag"},
+      {{"-lr", "1"}, "'-lr': expected --flag value"},
+      {{"shard_1.bin"}, "'shard_1.bin': expected --flag value"},
+      {{"--train", "a.bin", "b.bin"}, "'b.bin': expected --flag value (put globs in quotes"},
+      {{""}, "'': expected --flag value"},
+      // no value
+      {{"--lr"}, "--lr: value missing; expected --lr X"},
+      {{"--lr", "--seed", "1"}, "--lr: value missing"},
+      {{"--preset"}, "--preset: value missing; expected --preset tiny|s|m"},
+      {{"--train="}, "--train: got '', expected GLOB"},
+      {{"--val", ""}, "--val: got '', expected GLOB"},
+      {{"--resume", ""}, "--resume: got '', expected PATH"},
+      {{"--out", ""}, "--out: got '', expected DIR"},
+      {{"--steps="}, "--steps: got '', expected a whole number from 0 to"},
+      // given twice
+      {{"--seed", "1", "--seed", "1"}, "--seed: given twice"},
+      {{"--quiet", "--quiet"}, "--quiet: given twice"},
+      // not one of the words allowed
+      {{"--preset", "xl"}, "--preset: got 'xl', expected tiny|s|m"},
+      {{"--preset", ""}, "--preset: got '', expected tiny|s|m"},
+      {{"--preset", "tiny|s"}, "--preset: got 'tiny|s', expected tiny|s|m"},
+      {{"--arch", "frozen_v"}, "--arch: got 'frozen_v', expected rd|block|tied|average|frozen-v|residual"},
+      {{"--arch", "RD"}, "--arch: got 'RD'"},
+      {{"--quiet=yes"}, "--quiet: got 'yes', expected true or false"},
+      // not a number of the kind
+      {{"--layers", "four"}, "--layers: got 'four', expected a whole number from 1 to 4096"},
+      {{"--layers", "4.0"}, "--layers: got '4.0'"},
+      {{"--layers", "4x"}, "--layers: got '4x'"},
+      {{"--layers", " 4"}, "--layers: got ' 4'"},
+      {{"--layers", "+4"}, "--layers: got '+4'"},
+      {{"--layers", "0x4"}, "--layers: got '0x4'"},
+      {{"--steps", "1e3"}, "--steps: got '1e3'"},
+      {{"--lr", "fast"}, "--lr: got 'fast', expected a number from 0 to 100"},
+      {{"--lr", "1e-3x"}, "--lr: got '1e-3x'"},
+      {{"--lr", "nan"}, "--lr: got 'nan'"},
+      {{"--lr", "inf"}, "--lr: got 'inf'"},
+      {{"--lr", "1e999"}, "--lr: got '1e999'"},
+      {{"--lr", "0x1p3"}, "--lr: got '0x1p3'"},
+      {{"--lr", "1,5"}, "--lr: got '1,5'"},
+      {{"--lr", "-"}, "--lr: got '-'"},
+      // out of range
+      {{"--layers", "0"}, "--layers: got '0', expected a whole number from 1 to 4096"},
+      {{"--layers", "4097"}, "--layers: got '4097'"},
+      {{"--layers", "-1"}, "--layers: got '-1'"},
+      {{"--width", "1"}, "--width: got '1', expected a whole number from 2 to 65536"},
+      {{"--heads", "0"}, "--heads: got '0'"},
+      {{"--ffn", "0"}, "--ffn: got '0'"},
+      {{"--block-size", "0"}, "--block-size: got '0', expected a whole number from 1 to 8192"},
+      {{"--context", "0"}, "--context: got '0'"},
+      {{"--context", "18446744073709551616"}, "--context: got '18446744073709551616'"},
+      {{"--vocab", "1"}, "--vocab: got '1', expected a whole number from 2 to 65536"},
+      {{"--vocab", "65537"}, "--vocab: got '65537'"},
+      {{"--batch", "0"}, "--batch: got '0'"},
+      {{"--total-batch", "0"}, "--total-batch: got '0'"},
+      {{"--steps", "-5"}, "--steps: got '-5'"},
+      {{"--steps", "99999999999999"}, "--steps: got '99999999999999'"},
+      {{"--lr", "-0.1"}, "--lr: got '-0.1', expected a number from 0 to 100"},
+      {{"--min-lr-ratio", "1.5"}, "--min-lr-ratio: got '1.5', expected a number from 0 to 1"},
+      {{"--warmup", "-1"}, "--warmup: got '-1'"},
+      {{"--weight-decay", "-1"}, "--weight-decay: got '-1'"},
+      {{"--clip", "-1"}, "--clip: got '-1'"},
+      {{"--query-lr-mult", "-1"}, "--query-lr-mult: got '-1'"},
+      {{"--seed", "-1"}, "--seed: got '-1'"},
+      {{"--val-every", "-1"}, "--val-every: got '-1'"},
+      {{"--val-tokens", "x"}, "--val-tokens: got 'x'"},
+      {{"--sample-every", "-1"}, "--sample-every: got '-1'"},
+      {{"--sample-tokens", "9999999"}, "--sample-tokens: got '9999999'"},
+      {{"--temperature", "-1"}, "--temperature: got '-1'"},
+      {{"--top-k", "65537"}, "--top-k: got '65537'"},
+      {{"--top-p", "1.01"}, "--top-p: got '1.01', expected a number from 0 to 1"},
+      {{"--checkpoint-every", "1.5"}, "--checkpoint-every: got '1.5'"},
+      {{"--keep", "-1"}, "--keep: got '-1'"},
+      // GPU only
+      {{"--dtype", "bf16"}, "--dtype: for the GPU trainer only"},
+      {{"--profile", "5"}, "--profile: for the GPU trainer only"},
+      {{"--recompute"}, "--recompute: for the GPU trainer only"},
+      // combinations that cannot be
+      {{"--width", "128", "--heads", "3"},
+       "--heads: got 3; expected width / heads, here 128 / 3, to be an even whole number"},
+      {{"--width", "12", "--heads", "4"}, "--heads: got 4; expected width / heads, here 12 / 4"},
+      {{"--width", "2", "--heads", "4"}, "--heads: got 4; expected width / heads, here 2 / 4"},
+      {{"--block-size", "3"}, "--block-size: got 3, expected an even number of sublayers, or 1"},
+      {{"--batch", "8", "--context", "128", "--total-batch", "1000"},
+       "--total-batch: got 1000, expected a multiple of batch * context = 1024"},
+      {{"--batch", "8", "--context", "128", "--total-batch", "512"},
+       "--total-batch: got 512, expected a multiple of batch * context = 1024"},
+      {{"--batch", "1048576", "--context", "1048576", "--width", "65536", "--layers", "4096", "--heads", "1"},
+       "--batch: got 1048576; expected activations, about 5e+21 numbers here, to fit in 64 bits"},
+      {{"--vocab", "256"}, "--vocab: got 256, expected at least the tokenizer's 257"},
+      {{"--val", "v.bin"}, "--train: missing"},
+      {{"--tokenizer", "t.bin"}, "--tokenizer: the built-in stories are bytes"},
+      {{"--resume", "a", "--init-from", "b"}, "--init-from: cannot be combined with --resume"},
   };
   for (const auto& c : cases) {
     std::string name = "refused:";
@@ -130,8 +133,8 @@ static void test_values() {
   CHECK(o.steps > 0 && o.lr > 0);
 
   TEST("values: both spellings, first and last of a range, text that looks like a flag");
-  o = parse({"--lr=0.5", "--layers", "4096", "--seed", "10000000000000000000", "--prompt=--hello",
-             "--top-p", "0", "--quiet", "--dry-run=false", "--clip", ".5e1"});
+  o = parse({"--lr=0.5", "--layers", "4096", "--seed", "10000000000000000000", "--prompt=--hello", "--top-p",
+             "0", "--quiet", "--dry-run=false", "--clip", ".5e1"});
   CHECK_EQ(o.lr, 0.5);
   CHECK_EQ(o.layers, 4096u);
   CHECK_EQ(o.seed, 10000000000000000000u);
@@ -178,8 +181,10 @@ static void test_values() {
   CHECK_EQ(o.dtype, "fp32");
   CHECK_EQ(o.profile, 10u);
   CHECK_EQ(saved_options(o).count("profile"), 0u);  // about this call only
-  CHECK(refuses(in_child([] { parse({"--profile", "-1"}, Device::gpu); }), 2,
-                "--profile: got '-1', expected a whole number from 0"));
+  CHECK(refuses(in_child([] {
+                  parse({"--profile", "-1"}, Device::gpu);
+                }),
+                2, "--profile: got '-1', expected a whole number from 0"));
   CHECK(o.recompute);
 }
 

@@ -76,7 +76,7 @@ static std::string changed_seed(std::vector<std::string> seeds, size_t target, s
     if (kind == 3 && at < input.size()) input[at] = char(input[at] ^ (1 << below(8)));
     if (kind == 4 && at < input.size()) input[at] = char(below(256));
     if (kind == 5) input.insert(at, input.substr(below(input.size() + 1), some * 4));  // a part of it again
-    if (kind == 6) input += seeds[below(seeds.size())].erase(0, below(64));  // two seeds
+    if (kind == 6) input += seeds[below(seeds.size())].erase(0, below(64));            // two seeds
   }
   return input;
 }

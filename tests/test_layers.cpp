@@ -23,28 +23,28 @@ using reference::Tape;
 using reference::Var;
 
 // One name for both builds of the trainer, so that a test is written once.
-#define BUILD(Name, ns)                                              \
-  struct Name {                                                      \
-    using real = ns::real;                                           \
-    static constexpr auto embedding_forward = ns::embedding_forward; \
-    static constexpr auto embedding_backward = ns::embedding_backward; \
-    static constexpr auto source_rstd = ns::source_rstd;             \
-    static constexpr auto route_forward = ns::route_forward;         \
-    static constexpr auto route_mix = ns::route_mix;                 \
-    static constexpr auto route_backward = ns::route_backward;       \
-    static constexpr auto rmsnorm_forward = ns::rmsnorm_forward;     \
-    static constexpr auto rmsnorm_backward = ns::rmsnorm_backward;   \
-    static constexpr auto matmul = ns::matmul;                       \
-    static constexpr auto matmul_forward = ns::matmul_forward;       \
+#define BUILD(Name, ns)                                                        \
+  struct Name {                                                                \
+    using real = ns::real;                                                     \
+    static constexpr auto embedding_forward = ns::embedding_forward;           \
+    static constexpr auto embedding_backward = ns::embedding_backward;         \
+    static constexpr auto source_rstd = ns::source_rstd;                       \
+    static constexpr auto route_forward = ns::route_forward;                   \
+    static constexpr auto route_mix = ns::route_mix;                           \
+    static constexpr auto route_backward = ns::route_backward;                 \
+    static constexpr auto rmsnorm_forward = ns::rmsnorm_forward;               \
+    static constexpr auto rmsnorm_backward = ns::rmsnorm_backward;             \
+    static constexpr auto matmul = ns::matmul;                                 \
+    static constexpr auto matmul_forward = ns::matmul_forward;                 \
     static constexpr auto matmul_backward_input = ns::matmul_backward_input;   \
     static constexpr auto matmul_backward_weight = ns::matmul_backward_weight; \
-    static constexpr auto rope_forward = ns::rope_forward;           \
-    static constexpr auto rope_backward = ns::rope_backward;         \
-    static constexpr auto attention_forward = ns::attention_forward; \
-    static constexpr auto attention_backward = ns::attention_backward; \
-    static constexpr auto swiglu_forward = ns::swiglu_forward;       \
-    static constexpr auto swiglu_backward = ns::swiglu_backward;     \
-    static constexpr auto classifier = ns::classifier;               \
+    static constexpr auto rope_forward = ns::rope_forward;                     \
+    static constexpr auto rope_backward = ns::rope_backward;                   \
+    static constexpr auto attention_forward = ns::attention_forward;           \
+    static constexpr auto attention_backward = ns::attention_backward;         \
+    static constexpr auto swiglu_forward = ns::swiglu_forward;                 \
+    static constexpr auto swiglu_backward = ns::swiglu_backward;               \
+    static constexpr auto classifier = ns::classifier;                         \
   };
 BUILD(Float, cpu_float)
 BUILD(Double, cpu_double)
@@ -53,11 +53,14 @@ constexpr double DIFFERENCE_TOLERANCE = 1e-9;  // central differences, relative
 
 // ---- arrays by name ----------------------------------------------------------------------------------
 
-template <class X> using Named = std::map<std::string, std::vector<X>>;
+template <class X>
+using Named = std::map<std::string, std::vector<X>>;
 using Values = Named<double>;
 
 template <class X, class Y>
-std::vector<X> convert(const std::vector<Y>& values) { return std::vector<X>(values.begin(), values.end()); }
+std::vector<X> convert(const std::vector<Y>& values) {
+  return std::vector<X>(values.begin(), values.end());
+}
 template <class X, class Y>
 Named<X> convert(const Named<Y>& named) {
   Named<X> out;
@@ -74,7 +77,9 @@ bool same_bits(const Named<X>& a, const Named<X>& b) {
 }
 
 template <class X>
-std::vector<X> filled(size_t n, double value) { return std::vector<X>(n, X(value)); }
+std::vector<X> filled(size_t n, double value) {
+  return std::vector<X>(n, X(value));
+}
 
 // ---- what is checked of every layer ------------------------------------------------------------------
 //
@@ -85,7 +90,9 @@ std::vector<X> filled(size_t n, double value) { return std::vector<X>(n, X(value
 //   forward<Build>(inputs) -> outputs           backward<Build>(inputs, cotangents, gradients): fills gradients
 
 // The worst outputs and gradients of the case under way, for its line in the table.
-struct Columns { double ours[4] = {}, plain[4] = {}; };  // outputs float, double, gradients float, double
+struct Columns {
+  double ours[4] = {}, plain[4] = {};
+};  // outputs float, double, gradients float, double
 
 template <class real>
 void compare(Columns& columns, bool gradient, const std::string& layer, const std::string& output,
@@ -157,7 +164,8 @@ void compare_with_plain(Columns& columns, const Layer& layer, const Values& in, 
     const double scale = 1 + rms(gradients.at(item.first));
     for (size_t i = 0; i < item.second.size(); i++)
       worst = std::fmax(worst, std::fabs(double(added.at(item.first)[i]) - double(item.second[i]) -
-                                         double(gradients.at(item.first)[i])) / scale);
+                                         double(gradients.at(item.first)[i])) /
+                                   scale);
     CHECK_CLOSE(worst, 0, 64 * epsilon<real>());
   }
 
@@ -387,8 +395,10 @@ struct LinearLayer {
     Build::matmul_forward(rows.data(), in.at("x").data(), in.at("w").data(), BT, C, OC, ldo);
     for (size_t bt = 0; bt < BT; bt++)
       for (size_t o = 0; o < ldo; o++) {
-        if (o < OC) out.push_back(rows[bt * ldo + o]);
-        else CHECK_EQ(rows[bt * ldo + o], real(99));
+        if (o < OC)
+          out.push_back(rows[bt * ldo + o]);
+        else
+          CHECK_EQ(rows[bt * ldo + o], real(99));
       }
     return {{"out", out}};
   }
@@ -475,7 +485,9 @@ struct SwigluLayer {
   Values cotangents(Random& random) const { return {{"act", random.normals(C)}}; }
   bool adds(const std::string&) const { return false; }
   template <class X>
-  Named<X> plain(const Named<X>& in) const { return {{"act", reference::swiglu(in.at("gate"), in.at("up"))}}; }
+  Named<X> plain(const Named<X>& in) const {
+    return {{"act", reference::swiglu(in.at("gate"), in.at("up"))}};
+  }
   template <class Build, class real = typename Build::real>
   Named<real> forward(const Named<real>& in) const {
     Named<real> out{{"act", filled<real>(C, NAN)}};
@@ -524,7 +536,9 @@ struct ClassifierLayer {
     return out;
   }
   template <class Build, class real = typename Build::real>
-  Named<real> forward(const Named<real>& in) const { return run<Build, real>(in, real(0), nullptr); }
+  Named<real> forward(const Named<real>& in) const {
+    return run<Build, real>(in, real(0), nullptr);
+  }
   template <class Build, class real = typename Build::real>
   void backward(const Named<real>& in, const Named<real>& cot, Named<real>& d) const {
     const Named<real> out = run<Build>(in, cot.at("losses")[0], &d);
@@ -596,9 +610,9 @@ void check_matmul(size_t M, size_t N, size_t K, double& worst_ours, double& wors
 void test_matmul() {
   TEST("matmul: every transpose, odd sizes, gaps between rows, accumulation");
   // Also beyond the sizes at which the product is cut into pieces: 576 along K, 1536 along M and N.
-  const size_t sizes[][3] = {{1, 1, 1},      {1, 131, 48},  {3, 5, 7},     {37, 131, 48},   {64, 64, 64},
-                             {65, 63, 129},  {74, 144, 48}, {131, 48, 128}, {16, 17, 300},  {200, 9, 33},
-                             {7, 1, 1000},   {33, 70, 577}, {9, 35, 1729},  {1540, 19, 10}, {5, 1550, 11},
+  const size_t sizes[][3] = {{1, 1, 1},      {1, 131, 48},   {3, 5, 7},      {37, 131, 48},  {64, 64, 64},
+                             {65, 63, 129},  {74, 144, 48},  {131, 48, 128}, {16, 17, 300},  {200, 9, 33},
+                             {7, 1, 1000},   {33, 70, 577},  {9, 35, 1729},  {1540, 19, 10}, {5, 1550, 11},
                              {1600, 3, 600}, {100, 128, 576}};
   double ours[2] = {}, plain[2] = {};
   for (const size_t* s : sizes) {
@@ -749,8 +763,7 @@ void check_extreme_classifier() {
                     real(1), logits.data(), 4, 1, 5, 128);
   const double want[4] = {std::log(2.0), 20000, 20000 + std::log(2.0), std::log(5.0)};
   for (size_t i = 0; i < 4; i++)  // the loss is known to one rounding of itself, not of the logits
-    CHECK_CLOSE(losses[i], want[i],
-                ROUNDINGS * epsilon<real>() * std::fmax(1, want[i]));
+    CHECK_CLOSE(losses[i], want[i], ROUNDINGS * epsilon<real>() * std::fmax(1, want[i]));
   CHECK_EQ(guesses[0], 0);
   CHECK_EQ(guesses[1], 1);
   CHECK_EQ(guesses[3], 0);

@@ -26,31 +26,31 @@ using reference::Tape;
 using reference::Var;
 
 // One name for both builds of the trainer, so that a test is written once.
-#define BUILD(Name, ns) \
-  struct Name { \
-    using real = ns::real; \
-    using Model = ns::Model; \
-    using Site = ns::Site; \
-    static constexpr auto create = ns::model_create; \
-    static constexpr auto free = ns::model_free; \
-    static constexpr auto forward = ns::model_forward; \
+#define BUILD(Name, ns)                                                      \
+  struct Name {                                                              \
+    using real = ns::real;                                                   \
+    using Model = ns::Model;                                                 \
+    using Site = ns::Site;                                                   \
+    static constexpr auto create = ns::model_create;                         \
+    static constexpr auto free = ns::model_free;                             \
+    static constexpr auto forward = ns::model_forward;                       \
     static constexpr auto loss_and_gradients = ns::model_loss_and_gradients; \
-    static constexpr auto loss = ns::model_loss; \
-    static constexpr auto zero_grad = ns::model_zero_grad; \
-    static constexpr auto update = ns::model_update; \
-    static constexpr auto norm = ns::grad_norm; \
-    static constexpr auto adamw = ns::adamw; \
-    static constexpr auto site_at = ns::site_at; \
-    static constexpr auto read_sources = ns::read_sources; \
-    static constexpr auto source_rstd = ns::source_rstd; \
-    static constexpr auto find_non_finite = ns::find_non_finite; \
-    static constexpr auto add_route_stats = ns::add_route_stats; \
-    static constexpr auto validate = ns::validate; \
-    static constexpr auto train_step = ns::train_step; \
-    static constexpr auto blame_non_finite = ns::blame_non_finite; \
-    static constexpr auto next_token_logits = ns::next_token_logits; \
-    static constexpr auto save = ns::model_save; \
-    static constexpr auto load = ns::model_load; \
+    static constexpr auto loss = ns::model_loss;                             \
+    static constexpr auto zero_grad = ns::model_zero_grad;                   \
+    static constexpr auto update = ns::model_update;                         \
+    static constexpr auto norm = ns::grad_norm;                              \
+    static constexpr auto adamw = ns::adamw;                                 \
+    static constexpr auto site_at = ns::site_at;                             \
+    static constexpr auto read_sources = ns::read_sources;                   \
+    static constexpr auto source_rstd = ns::source_rstd;                     \
+    static constexpr auto find_non_finite = ns::find_non_finite;             \
+    static constexpr auto add_route_stats = ns::add_route_stats;             \
+    static constexpr auto validate = ns::validate;                           \
+    static constexpr auto train_step = ns::train_step;                       \
+    static constexpr auto blame_non_finite = ns::blame_non_finite;           \
+    static constexpr auto next_token_logits = ns::next_token_logits;         \
+    static constexpr auto save = ns::model_save;                             \
+    static constexpr auto load = ns::model_load;                             \
   };
 BUILD(Float, cpu_float)
 BUILD(Double, cpu_double)
@@ -76,10 +76,14 @@ Params<double> random_params(const Config& c, uint64_t seed) {
     if (!t.present) continue;
     Random random(seed * 1000 + t.id);
     std::vector<double>& w = params[t.name];
-    if (t.init == Init::one) w = random.normals(t.size(), 1, 0.3);
-    else if (t.is_query()) w = random.normals(t.size(), 0, 0.4);
-    else if (t.id == TENSOR_wte) w = random.normals(t.size(), 0, 0.7);
-    else w = random.normals(t.size(), 0, 1 / std::sqrt(double(t.shape.back())));
+    if (t.init == Init::one)
+      w = random.normals(t.size(), 1, 0.3);
+    else if (t.is_query())
+      w = random.normals(t.size(), 0, 0.4);
+    else if (t.id == TENSOR_wte)
+      w = random.normals(t.size(), 0, 0.7);
+    else
+      w = random.normals(t.size(), 0, 1 / std::sqrt(double(t.shape.back())));
     if (t.id == TENSOR_wte) std::fill(w.begin() + long(c.V * c.C), w.end(), 0.0);  // padding
   }
   return params;
@@ -111,7 +115,9 @@ struct Batch {
 };
 
 template <class real>
-std::vector<real> all_of(real* family, size_t n) { return std::vector<real>(family, family + n); }
+std::vector<real> all_of(real* family, size_t n) {
+  return std::vector<real>(family, family + n);
+}
 // Logits of the last forward: what the head reads times wte. (B,T,V)
 template <class Model>
 auto logits_of(const Model& m, size_t BT) {
@@ -124,7 +130,8 @@ auto logits_of(const Model& m, size_t BT) {
 // ---- against the model written from its definition ---------------------------------------------------
 
 // Everything that a forward and backward compute, as named arrays.
-template <class X> using Named = std::map<std::string, std::vector<X>>;
+template <class X>
+using Named = std::map<std::string, std::vector<X>>;
 
 template <class Build, class real = typename Build::real>
 Named<real> run_trainer(const Config& c, const Params<double>& params, const Batch& batch, size_t B) {
@@ -209,8 +216,9 @@ void check_comparison(const Comparison& comparison) {
 }
 
 void test_against_reference() {
-  printf("  rms of errors, relative: ours, plain    float outputs    float gradients   double outputs  "
-         "double gradients\n");
+  printf(
+      "  rms of errors, relative: ours, plain    float outputs    float gradients   double outputs  "
+      "double gradients\n");
   for (Arch arch : ARCHS) {
     TEST(std::string("logits, losses, routes and all gradients against the definition: ") + name_of(arch));
     const size_t shapes[][2] = {{3, 2}, {3, 4}, {3, 1}, {3, 6}, {1, 2}, {2, 4}, {4, 6}, {3, 8}};
@@ -241,8 +249,7 @@ void test_full_size_against_reference() {
     const Named<long double> exact = run_reference<long double>(c, params, batch, 2, false);
     const Named<double> ours = run_trainer<Double>(c, params, batch, 2);
     double worst = 0;
-    for (const auto& item : exact)
-      worst = std::fmax(worst, error_of(ours.at(item.first), item.second).largest);
+    for (const auto& item : exact) worst = std::fmax(worst, error_of(ours.at(item.first), item.second).largest);
     printf("  rd S=%zu, double: largest error over rms %.1e\n", S, worst);
     CHECK_CLOSE(worst, 0, 1e-12);
   }
@@ -329,8 +336,8 @@ void test_central_differences() {
 template <class real>
 struct Trajectory {
   std::vector<double> losses;
-  std::vector<std::vector<real>> grads;        // of every step
-  std::vector<real> params, adam_m, adam_v;    // after the last
+  std::vector<std::vector<real>> grads;      // of every step
+  std::vector<real> params, adam_m, adam_v;  // after the last
   bool operator==(const Trajectory& o) const {
     if (!::same_bits(losses, o.losses) || grads.size() != o.grads.size()) return false;
     for (size_t i = 0; i < grads.size(); i++)
@@ -435,8 +442,7 @@ void test_zero_queries() {
         const auto logits = logits_of(m, 2 * m.T);
         CHECK(
             same_bits(logits, logits_of(block, 2 * m.T)));  // among the arms with routes: no difference at all
-        difference[large][0] =
-            std::fmax(difference[large][0], error_of(logits, want).largest);
+        difference[large][0] = std::fmax(difference[large][0], error_of(logits, want).largest);
         difference[large][1] = std::fmax(difference[large][1], weight_gradient_difference(m, residual));
         CHECK_CLOSE(weight_gradient_difference(m, block), 0, 1e-11);
         Double::free(m);
@@ -455,7 +461,11 @@ void test_zero_queries() {
 
 // ---- the depth memory --------------------------------------------------------------------------------
 
-struct SourceTable { size_t L, S; std::vector<std::vector<size_t>> slots; std::vector<size_t> bank; };
+struct SourceTable {
+  size_t L, S;
+  std::vector<std::vector<size_t>> slots;
+  std::vector<size_t> bank;
+};
 // slots[i]: what site i reads; slot 0 is the embedding, slot n the partial after n sublayers.
 // bank[n]: the block that slot n belongs to; 0 is the embedding.
 const std::vector<SourceTable> SOURCE_TABLES = {
@@ -885,8 +895,8 @@ void test_initial_weights() {
     CHECK_CLOSE(mean, 0, 5 * want / std::sqrt(double(n)));
     CHECK_CLOSE(kurtosis, 3, 5 * std::sqrt(24.0 / double(n)));
     std::set<float> distinct(w, w + n);
-    CHECK(distinct.size() > n * 99 / 100);  // layers are not copies of each other
-    CHECK(firsts.insert(w[0] / float(want)).second);  // nor tensors
+    CHECK(distinct.size() > n * 99 / 100);                       // layers are not copies of each other
+    CHECK(firsts.insert(w[0] / float(want)).second);             // nor tensors
     for (size_t i = n; i < t.size(); i++) CHECK_EQ(w[i], 0.0f);  // padding rows
     CHECK(!same_bits(w, other.params.tensor(t.id), t.size()));
   }
@@ -1281,7 +1291,11 @@ void test_bad_micro_batch() {
 
 void test_parameter_count() {
   TEST("parameter counts of the paper's sizes");
-  struct Want { size_t L, C, NH, F, S, V; Arch arch; size_t embedding, layers, routes, total; };
+  struct Want {
+    size_t L, C, NH, F, S, V;
+    Arch arch;
+    size_t embedding, layers, routes, total;
+  };
   const Want wants[] = {
       {16, 576, 9, 2880, 4, 32768, Arch::rd, 18874368, 100878912, 47232, 119800512},
       {16, 576, 9, 2880, 4, 32768, Arch::block, 18874368, 100878912, 47232 - 9216, 119800512 - 9216},
@@ -1350,7 +1364,10 @@ void test_checkpoint() {
       m.adam_m.wte[i] = float(random.uniform() - 0.5), m.adam_v.wte[i] = float(random.uniform());
     Float::save(m, path, config_to_metadata(c));
     const Checkpoint checkpoint = Checkpoint::open(path);
-    struct Family { const char* prefix; Tensors<float>* tensors; };
+    struct Family {
+      const char* prefix;
+      Tensors<float>* tensors;
+    };
     for (const Family& family : {Family{"model.", &m.params}, {"adam_m.", &m.adam_m}, {"adam_v.", &m.adam_v}})
       for (const TensorSpec& t : tensor_table(c)) {
         if (!CHECK_EQ(checkpoint.has(std::string(family.prefix) + t.name), t.present) || !t.present) continue;

@@ -9,7 +9,7 @@
 #include <unistd.h>
 
 #include "dev/common/checkpoint.h"  // checkpoint_write
-#include "dev/common/schedule.h"  // learning_rate
+#include "dev/common/schedule.h"    // learning_rate
 #include "tests/check.h"
 #include "tests/runs.h"
 
@@ -98,11 +98,12 @@ static void stopping() {
 
 static void looking() {
   TEST("validation, samples and checkpoints on the way change nothing");
-  check_ok(train("watched", "--steps 20 --val-every 3 --sample-every 4 --sample-tokens 9 --checkpoint-every 7"
-                            " --keep 1"));
+  check_ok(train("watched",
+                 "--steps 20 --val-every 3 --sample-every 4 --sample-tokens 9 --checkpoint-every 7"
+                 " --keep 1"));
   CHECK(same_bits(checkpoint_of("watched", 20), checkpoint_of("whole", 20)));
   CHECK(log_field("watched", "step", "loss") == log_field("whole", "step", "loss"));
-  CHECK_EQ(log_field("watched", "val", "loss").size(), 8u);  // steps 0, 3, .., 18 and the end
+  CHECK_EQ(log_field("watched", "val", "loss").size(), 8u);     // steps 0, 3, .., 18 and the end
   CHECK_EQ(log_field("watched", "sample", "text").size(), 5u);  // steps 4, 8, .., 20
   TEST("--keep 1 leaves one checkpoint, the newest");
   CHECK_EQ(shell("ls " + folder + "/watched | grep -c safetensors").text, std::string("1\n"));
@@ -127,15 +128,15 @@ static void saving() {
   const std::string flags = " --checkpoint-every 2 --val-every 2 --keep 1 --warmup 0 --min-lr-ratio 1";
   const Result result = train("saving", "--steps 4" + flags);
   check_ok(result);
-  const std::vector<std::string> expected = {
-      "config",       "val 0",  "routes 0", "step 1", "step 2", "val 2",    "routes 2",
-      "checkpoint 2", "step 3", "step 4",   "val 4",  "routes 4", "checkpoint 4", "done 4"};
+  const std::vector<std::string> expected = {"config", "val 0",    "routes 0",     "step 1", "step 2",
+                                             "val 2",  "routes 2", "checkpoint 2", "step 3", "step 4",
+                                             "val 4",  "routes 4", "checkpoint 4", "done 4"};
   if (!CHECK(log_order("saving") == expected))
     for (const std::string& event : log_order("saving")) printf("  %s\n", event.c_str());
   size_t at = 0;
-  for (const std::string& text : {std::string("step 2/4 "), "saved  " + checkpoint_of("saving", 2),
-                                  std::string("step 3/4 "), std::string("step 4/4 "),
-                                  "saved  " + checkpoint_of("saving", 4), std::string("done ")})
+  for (const std::string& text :
+       {std::string("step 2/4 "), "saved  " + checkpoint_of("saving", 2), std::string("step 3/4 "),
+        std::string("step 4/4 "), "saved  " + checkpoint_of("saving", 4), std::string("done ")})
     if (!CHECK(at != std::string::npos && (at = result.text.find(text, at)) != std::string::npos)) {
       printf("  not found, or too early: %s\n%s\n", text.c_str(), result.text.c_str());
       break;
@@ -203,16 +204,19 @@ static void pairing() {
 }
 
 static void refusing() {
-  struct Case { const char *what, *flags, *message; int status; };
+  struct Case {
+    const char *what, *flags, *message;
+    int status;
+  };
   const Case cases[] = {
-    {"an unknown flag", "--stpes 3", "--stpes", 2},
-    {"a shard that is not there", "--val /nowhere/x.bin --steps 1", "/nowhere/x.bin", 1},
-    {"a token past the vocabulary", "--steps 1 --vocab 100", "expected less than the vocabulary's 100", 1},
-    {"a prompt the tokenizer cannot fit", "--steps 0 --tokenizer /nowhere/t.bin", "/nowhere/t.bin", 1},
-    {"a checkpoint that is not one", "--steps 1 --init-from Makefile", "Makefile", 1},
-    {"a validation of less than one window", "--steps 1 --val-tokens 36",
-     "--val-tokens: got 36, expected at least one window", 2},
-    {"a folder that cannot be made", "--steps 1 --out /proc/x/y", "/proc/x", 1},
+      {"an unknown flag", "--stpes 3", "--stpes", 2},
+      {"a shard that is not there", "--val /nowhere/x.bin --steps 1", "/nowhere/x.bin", 1},
+      {"a token past the vocabulary", "--steps 1 --vocab 100", "expected less than the vocabulary's 100", 1},
+      {"a prompt the tokenizer cannot fit", "--steps 0 --tokenizer /nowhere/t.bin", "/nowhere/t.bin", 1},
+      {"a checkpoint that is not one", "--steps 1 --init-from Makefile", "Makefile", 1},
+      {"a validation of less than one window", "--steps 1 --val-tokens 36",
+       "--val-tokens: got 36, expected at least one window", 2},
+      {"a folder that cannot be made", "--steps 1 --out /proc/x/y", "/proc/x", 1},
   };
   for (const Case& c : cases) {
     TEST(std::string("refused: ") + c.what);
@@ -237,11 +241,14 @@ static void refusing() {
   CHECK_EQ(second.status, 1);
   CHECK(second.text.find("in use by another run") != std::string::npos);
 
-  struct Poison { const char *tensor, *blamed; float value; };
-  for (const Poison& poison : {Poison{"w_up", "parameter w_up, layer 1", NAN},
-                               Poison{"wo", "the output of the attention, layer 1", 3e38f},
-                               Poison{"out_route", "the output route", 3e38f},
-                               Poison{"final_norm", "what the head reads", 1.5e38f}}) {
+  struct Poison {
+    const char *tensor, *blamed;
+    float value;
+  };
+  for (const Poison& poison :
+       {Poison{"w_up", "parameter w_up, layer 1", NAN},
+        Poison{"wo", "the output of the attention, layer 1", 3e38f},
+        Poison{"out_route", "the output route", 3e38f}, Poison{"final_norm", "what the head reads", 1.5e38f}}) {
     TEST(std::string("a number that is not finite stops the run and is traced to ") + poison.blamed);
     Checkpoint good;
     fatal_if(good.try_open(checkpoint_of("whole", 20)));
@@ -279,9 +286,9 @@ static void refusing() {
       shell(std::string(TRAINER) + " --resume " + folder + "/ruined --steps 21 --lr 0.01 --weight-decay 0.1"));
 
   TEST("a run that diverges ends after the last step's checkpoint is safe, on the screen and in the log");
-  const Result diverged = train(
-      "diverging", "--steps 40 --init-from " + checkpoint_of("whole", 20) +
-                       " --warmup 0 --lr 100 --weight-decay 100 --checkpoint-every 1 --keep 1");
+  const Result diverged =
+      train("diverging", "--steps 40 --init-from " + checkpoint_of("whole", 20) +
+                             " --warmup 0 --lr 100 --weight-decay 100 --checkpoint-every 1 --keep 1");
   CHECK_EQ(diverged.status, 1);
   const std::vector<std::string> events = log_order("diverging");
   const size_t last = log_field("diverging", "step", "step").size();
@@ -423,14 +430,16 @@ static void sampling_like_the_cpu() {
 }
 
 static void running_out_of_memory() {
-  struct Case { const char *what, *flags, *message, *hint; };
+  struct Case {
+    const char *what, *flags, *message, *hint;
+  };
   // A million windows in 400 layers, or a thousand times the paper's parameters, are more than any card holds.
   const std::string batch = "--batch 1048576 --total-batch 38797312 --layers 400";
   const Case cases[] = {
-    {"activations", "", "stream needs ", "are free; lower --batch, or add --recompute\n"},
-    {"activations, recomputed", " --recompute", "stream needs ", "are free; lower --batch\n"},
-    {"parameters", " --width 2048 --heads 32 --ffn 100000", "parameters needs ",
-     "are free; lower the sizes of the model\n"},
+      {"activations", "", "stream needs ", "are free; lower --batch, or add --recompute\n"},
+      {"activations, recomputed", " --recompute", "stream needs ", "are free; lower --batch\n"},
+      {"parameters", " --width 2048 --heads 32 --ffn 100000", "parameters needs ",
+       "are free; lower the sizes of the model\n"},
   };
   for (const Case& c : cases) {
     TEST(std::string("out of memory names the buffer, the bytes and what to lower: ") + c.what);

@@ -25,9 +25,11 @@ static std::vector<uint16_t> counting(size_t n, size_t first = 0) {
 static void test_windows() {
   const size_t T = 37, B = 4;
   Scratch folder;
-  const struct { size_t tokens, windows; } sizes[] = {
-    {B * T, B - 1}, {B * T + 1, B}, {B * T + 2, B}, {3 * B * T + 104, 3 * B + 2},
-    {0, 0}, {1, 0}, {T, 0}, {T + 1, 1},
+  const struct {
+    size_t tokens, windows;
+  } sizes[] = {
+      {B * T, B - 1}, {B * T + 1, B}, {B * T + 2, B}, {3 * B * T + 104, 3 * B + 2},
+      {0, 0},         {1, 0},         {T, 0},         {T + 1, 1},
   };
   for (const auto& size : sizes) {
     TEST(format("a shard of %zu tokens: %zu windows of %zu + 1, each in its place", size.tokens, size.windows,

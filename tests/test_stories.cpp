@@ -72,7 +72,11 @@ struct Reader {
   }
 };
 
-struct Line { std::string text; bool question; size_t begin; };  // begin: of the text in the story
+struct Line {
+  std::string text;
+  bool question;
+  size_t begin;
+};  // begin: of the text in the story
 
 std::vector<Line> sentences_of(const std::string& story) {
   std::vector<Line> all;
@@ -125,8 +129,10 @@ void test_reading() {
         CHECK_EQ(line.text.substr(mark + 2), answer + ".");
         asked++;
         const bool near = distance(facts, asked_text) == 1;
-        if (question.kind == StoryKind::just_told) first_kind++, first_kind_near += near;
-        else others_near += near;
+        if (question.kind == StoryKind::just_told)
+          first_kind++, first_kind_near += near;
+        else
+          others_near += near;
       }
       CHECK_EQ(q, story.questions.size());
       CHECK_EQ(reader.broken, std::string());

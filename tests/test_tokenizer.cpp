@@ -177,22 +177,69 @@ static void test_merges(const Scratch& folder) {
 // Where the text is cut into words. Every word is a token here, and so is the whole text and any two
 // neighbouring words together: a cut that is missing or in the wrong place shows.
 static void test_words(const Scratch& folder) {
-  const struct { const char *text, *words; } cases[] = {  // words separated by |
-    {"ab", "ab"}, {"a1", "a|1"}, {"1a", "1|a"}, {"a.", "a|."}, {" a", " a"}, {"a ", "a| "}, {" 1", " 1"},
-    {" .", " ."}, {"a b", "a| b"}, {"a  b", "a| | b"}, {"a   b", "a|  | b"}, {"a\nb", "a|\n|b"},
-    {"a \nb", "a| |\n|b"}, {"a\n b", "a|\n| b"}, {"a  ", "a|  "}, {"  ", "  "}, {" \n", " \n"},
-    {"\n\n.", "\n|\n|."}, {"I'm", "I|'m"}, {"I'll", "I|'ll"}, {"'tis", "'t|is"}, {"'S", "'|S"},
-    {" 's", " '|s"}, {"''s", "''|s"}, {"'", "'"}, {"'v", "'|v"}, {"'ve", "'ve"}, {"'l", "'|l"},
-    // letters, numbers and spaces beyond ASCII
-    {"\u00e9a", "\u00e9a"}, {"a\u00bd", "a|\u00bd"}, {"1\u00bd", "1\u00bd"}, {"\u0661\u0662", "\u0661\u0662"},
-    {"\u4e2d\u6587", "\u4e2d\u6587"}, {"\u4e2d1", "\u4e2d|1"}, {"a\u00a0b", "a|\u00a0|b"},
-    {"\u3000\u3000a", "\u3000|\u3000|a"}, {"\u2019s", "\u2019|s"}, {"\u00b7\u00b7", "\u00b7\u00b7"},
-    {"\u0e01\u0e31", "\u0e01|\u0e31"}, {"\u200ba", "\u200b|a"}, {"\U0001d400a", "\U0001d400a"},
-    {"\U0001f600a", "\U0001f600|a"}, {"\u2028a", "\u2028|a"}, {"\u0301a", "\u0301|a"},
-    // a space is no part of the punctuation behind it
-    {"\t.", "\t|."}, {"\r.", "\r|."}, {"\u0085.", "\u0085|."}, {"\u00a0.", "\u00a0|."}, {"\u1680.", "\u1680|."},
-    {"\u2000.", "\u2000|."}, {"\u200a.", "\u200a|."}, {"\u200b.", "\u200b."}, {"\u2028.", "\u2028|."},
-    {"\u2029.", "\u2029|."}, {"\u202f.", "\u202f|."}, {"\u205f.", "\u205f|."}, {"\u3000.", "\u3000|."},
+  const struct {
+    const char *text, *words;
+  } cases[] = {
+      // words separated by |
+      {"ab", "ab"},
+      {"a1", "a|1"},
+      {"1a", "1|a"},
+      {"a.", "a|."},
+      {" a", " a"},
+      {"a ", "a| "},
+      {" 1", " 1"},
+      {" .", " ."},
+      {"a b", "a| b"},
+      {"a  b", "a| | b"},
+      {"a   b", "a|  | b"},
+      {"a\nb", "a|\n|b"},
+      {"a \nb", "a| |\n|b"},
+      {"a\n b", "a|\n| b"},
+      {"a  ", "a|  "},
+      {"  ", "  "},
+      {" \n", " \n"},
+      {"\n\n.", "\n|\n|."},
+      {"I'm", "I|'m"},
+      {"I'll", "I|'ll"},
+      {"'tis", "'t|is"},
+      {"'S", "'|S"},
+      {" 's", " '|s"},
+      {"''s", "''|s"},
+      {"'", "'"},
+      {"'v", "'|v"},
+      {"'ve", "'ve"},
+      {"'l", "'|l"},
+      // letters, numbers and spaces beyond ASCII
+      {"\u00e9a", "\u00e9a"},
+      {"a\u00bd", "a|\u00bd"},
+      {"1\u00bd", "1\u00bd"},
+      {"\u0661\u0662", "\u0661\u0662"},
+      {"\u4e2d\u6587", "\u4e2d\u6587"},
+      {"\u4e2d1", "\u4e2d|1"},
+      {"a\u00a0b", "a|\u00a0|b"},
+      {"\u3000\u3000a", "\u3000|\u3000|a"},
+      {"\u2019s", "\u2019|s"},
+      {"\u00b7\u00b7", "\u00b7\u00b7"},
+      {"\u0e01\u0e31", "\u0e01|\u0e31"},
+      {"\u200ba", "\u200b|a"},
+      {"\U0001d400a", "\U0001d400a"},
+      {"\U0001f600a", "\U0001f600|a"},
+      {"\u2028a", "\u2028|a"},
+      {"\u0301a", "\u0301|a"},
+      // a space is no part of the punctuation behind it
+      {"\t.", "\t|."},
+      {"\r.", "\r|."},
+      {"\u0085.", "\u0085|."},
+      {"\u00a0.", "\u00a0|."},
+      {"\u1680.", "\u1680|."},
+      {"\u2000.", "\u2000|."},
+      {"\u200a.", "\u200a|."},
+      {"\u200b.", "\u200b."},
+      {"\u2028.", "\u2028|."},
+      {"\u2029.", "\u2029|."},
+      {"\u202f.", "\u202f|."},
+      {"\u205f.", "\u205f|."},
+      {"\u3000.", "\u3000|."},
   };
   for (const auto& c : cases) {
     TEST(std::string("words: ") + json_quote(c.text));
@@ -268,14 +315,17 @@ static void test_gpt2() {
   const Tokenizer gpt2 = Tokenizer::load(path);
   CHECK_EQ(gpt2.size, 50257u);
   CHECK_EQ(gpt2.eot, 50256);
-  const struct { const char* text; std::vector<int> ids; } cases[] = {
-    {"Hello world", {15496, 995}},
-    {"I'll say: 3.14159  is pi,\n\n\tisn't it?",
-     {40, 1183, 910, 25, 513, 13, 1415, 19707, 220, 318, 31028, 11, 628, 197, 271, 77, 470, 340, 30}},
-    {"Z\u00fcrich, \u6771\u4eac and \u0395\u03bb\u03bb\u03ac\u03b4\u03b1",
-     {57, 9116, 7527, 11, 10545, 251, 109, 12859, 105, 290, 7377, 243, 39377, 39377, 138, 105, 138, 112,
-      17394}},
-    {"<|endoftext|>", {27, 91, 437, 1659, 5239, 91, 29}},
+  const struct {
+    const char* text;
+    std::vector<int> ids;
+  } cases[] = {
+      {"Hello world", {15496, 995}},
+      {"I'll say: 3.14159  is pi,\n\n\tisn't it?",
+       {40, 1183, 910, 25, 513, 13, 1415, 19707, 220, 318, 31028, 11, 628, 197, 271, 77, 470, 340, 30}},
+      {"Z\u00fcrich, \u6771\u4eac and \u0395\u03bb\u03bb\u03ac\u03b4\u03b1",
+       {57, 9116, 7527, 11, 10545, 251, 109, 12859, 105, 290, 7377, 243, 39377, 39377, 138, 105, 138, 112,
+        17394}},
+      {"<|endoftext|>", {27, 91, 437, 1659, 5239, 91, 29}},
   };
   for (const auto& c : cases) {
     CHECK(gpt2.encode(c.text) == c.ids);

@@ -19,7 +19,10 @@
 #endif
 using namespace cpu;
 
-struct Size { const char* name; size_t L, C, NH, F, S, T, V, B, rounds; };
+struct Size {
+  const char* name;
+  size_t L, C, NH, F, S, T, V, B, rounds;
+};
 constexpr Size SIZES[] = {{"small", 4, 128, 4, 640, 2, 256, 257, 8, 31},
                           {"medium", 8, 256, 4, 1280, 4, 256, 8192, 4, 15},
                           {"s", 16, 576, 9, 2880, 4, 256, 32768, 2, 7}};
@@ -54,7 +57,9 @@ static double one_step(Model& m, const Batch& batch, size_t step) {
 static size_t bytes_of(const Model& m) { return 4 * m.num_elements * sizeof(real) + m.activation_bytes; }
 
 // Peak resident bytes of a fresh process that does two steps, and what bytes_of says; zero if it failed.
-struct Memory { size_t measured, predicted; };
+struct Memory {
+  size_t measured, predicted;
+};
 static Memory memory_of(const Size& size, Arch arch) {
   Memory memory = {};
   int ends[2];
@@ -124,7 +129,8 @@ int main(int argc, char** argv) {
       printf("%-7s %-9s %9.1f %9.0f %8.1f%% %10.3f %11s %11s\n", size.name, arch, t * 1e3, tokens / t,
              share * 100, ratio, human_bytes(memory[i].measured).c_str(),
              human_bytes(memory[i].predicted).c_str());
-      fprintf(json, "{\"size\": \"%s\", \"arch\": \"%s\", \"threads\": %d, \"batch\": %zu, \"context\": %zu, "
+      fprintf(json,
+              "{\"size\": \"%s\", \"arch\": \"%s\", \"threads\": %d, \"batch\": %zu, \"context\": %zu, "
               "\"ms\": %.3f, \"tok_s\": %.0f, \"peak_flops\": %.4g, \"share_of_peak\": %.4f, "
               "\"peak_bytes\": %zu, \"predicted_bytes\": %zu}\n",
               size.name, arch, threads, size.B, size.T, t * 1e3, tokens / t, peak, share, memory[i].measured,

@@ -28,7 +28,10 @@ constexpr int EXIT_ERROR = 1;  // anything that went wrong while working
 constexpr int EXIT_USAGE = 2;  // the command line is wrong; nothing was written
 
 // Tests and fuzzers set this to get an exception where the trainers end.
-struct Fatal { int exit_code; std::string message; };
+struct Fatal {
+  int exit_code;
+  std::string message;
+};
 inline bool fatal_throws = false;
 
 // A thread that always gets the exception: it must not end the program while the main thread works. Atomic, as
@@ -65,7 +68,8 @@ PRINTF_LIKE(1, 2) inline std::string format(const char* text, ...) {
   va_start(arguments, text);
   std::string message = vformat(text, arguments);
   va_end(arguments);
-  for (char& c : message) if (c == '\n' || c == '\r') c = ' ';  // one line, whatever a file name holds
+  for (char& c : message)
+    if (c == '\n' || c == '\r') c = ' ';  // one line, whatever a file name holds
   if (background_thread == std::this_thread::get_id() || fatal_throws) throw Fatal{exit_code, message};
   if (before_fatal) std::exchange(before_fatal, nullptr)();
   fflush(stdout);  // so that the error comes last where both streams go to one place
@@ -73,7 +77,9 @@ PRINTF_LIKE(1, 2) inline std::string format(const char* text, ...) {
   exit(exit_code);
 }
 // For functions that return their error as a line: ends the program if there is one.
-inline void fatal_if(const std::string& error) { if (!error.empty()) fatal(EXIT_ERROR, "%s", error.c_str()); }
+inline void fatal_if(const std::string& error) {
+  if (!error.empty()) fatal(EXIT_ERROR, "%s", error.c_str());
+}
 
 // ---- sizes ---------------------------------------------------------------------------------------------
 inline size_t checked_mul(size_t a, size_t b, const char* what) {

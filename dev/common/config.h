@@ -17,16 +17,16 @@ constexpr int NUM_ARCHS = 6;
 // ---- the sizes -----------------------------------------------------------------------------------------
 struct Config {
   Arch arch = Arch::rd;
-  size_t L = 4;     // decoder layers; each is two sublayers, attention then feed-forward
-  size_t C = 128;   // width (channels)
-  size_t NH = 4;    // attention heads
-  size_t F = 384;   // feed-forward width
-  size_t S = 2;     // sublayers per block of the depth memory (1: every sublayer output is a source)
-  size_t T = 128;   // context length
-  size_t V = 257;   // vocabulary
+  size_t L = 4;    // decoder layers; each is two sublayers, attention then feed-forward
+  size_t C = 128;  // width (channels)
+  size_t NH = 4;   // attention heads
+  size_t F = 384;  // feed-forward width
+  size_t S = 2;    // sublayers per block of the depth memory (1: every sublayer output is a source)
+  size_t T = 128;  // context length
+  size_t V = 257;  // vocabulary
 
-  size_t HS() const { return C / NH; }                   // head size
-  size_t Vp() const { return (V + 127) / 128 * 128; }    // vocabulary padded to a multiple of 128
+  size_t HS() const { return C / NH; }                 // head size
+  size_t Vp() const { return (V + 127) / 128 * 128; }  // vocabulary padded to a multiple of 128
   size_t sublayers() const { return 2 * L; }
   size_t blocks() const { return (2 * L + S - 1) / S; }  // N
   // Which parts an arm has. A residual network has no routes at all; two queries at an attention site make
@@ -44,24 +44,24 @@ enum class Init { one, zero, normal, normal_residual };  // N(0, 0.02), N(0, 0.0
 
 // name, one per layer?, rows (0: a vector), columns, initial value, weight decay?, does this arm have it?
 // c is the Config. Shapes are (L,) rows, cols: weights are (out, in), y = x W^T.
-#define TENSOR_TABLE(X)                                                                          \
-  X(wte,             false, c.Vp(),  c.C, Init::normal,          true,  true)                    \
-  X(attn_route_gain, true,  0,       c.C, Init::one,             false, c.has_routes())          \
-  X(attn_route_qk,   true,  0,       c.C, Init::zero,            false, c.has_routes())          \
-  X(attn_route_v,    true,  0,       c.C, Init::zero,            false, c.has_v_query())         \
-  X(attn_norm,       true,  0,       c.C, Init::one,             false, true)                    \
-  X(wqk,             true,  2 * c.C, c.C, Init::normal,          true,  true)                    \
-  X(wv,              true,  c.C,     c.C, Init::normal,          true,  true)                    \
-  X(wo,              true,  c.C,     c.C, Init::normal_residual, true,  true)                    \
-  X(mlp_route_gain,  true,  0,       c.C, Init::one,             false, c.has_routes())          \
-  X(mlp_route,       true,  0,       c.C, Init::zero,            false, c.has_routes())          \
-  X(mlp_norm,        true,  0,       c.C, Init::one,             false, true)                    \
-  X(w_gate,          true,  c.F,     c.C, Init::normal,          true,  true)                    \
-  X(w_up,            true,  c.F,     c.C, Init::normal,          true,  true)                    \
-  X(w_down,          true,  c.C,     c.F, Init::normal_residual, true,  true)                    \
-  X(out_route_gain,  false, 0,       c.C, Init::one,             false, c.has_routes())          \
-  X(out_route,       false, 0,       c.C, Init::zero,            false, c.has_routes())          \
-  X(final_norm,      false, 0,       c.C, Init::one,             false, true)
+#define TENSOR_TABLE(X)                                              \
+  X(wte, false, c.Vp(), c.C, Init::normal, true, true)               \
+  X(attn_route_gain, true, 0, c.C, Init::one, false, c.has_routes()) \
+  X(attn_route_qk, true, 0, c.C, Init::zero, false, c.has_routes())  \
+  X(attn_route_v, true, 0, c.C, Init::zero, false, c.has_v_query())  \
+  X(attn_norm, true, 0, c.C, Init::one, false, true)                 \
+  X(wqk, true, 2 * c.C, c.C, Init::normal, true, true)               \
+  X(wv, true, c.C, c.C, Init::normal, true, true)                    \
+  X(wo, true, c.C, c.C, Init::normal_residual, true, true)           \
+  X(mlp_route_gain, true, 0, c.C, Init::one, false, c.has_routes())  \
+  X(mlp_route, true, 0, c.C, Init::zero, false, c.has_routes())      \
+  X(mlp_norm, true, 0, c.C, Init::one, false, true)                  \
+  X(w_gate, true, c.F, c.C, Init::normal, true, true)                \
+  X(w_up, true, c.F, c.C, Init::normal, true, true)                  \
+  X(w_down, true, c.C, c.F, Init::normal_residual, true, true)       \
+  X(out_route_gain, false, 0, c.C, Init::one, false, c.has_routes()) \
+  X(out_route, false, 0, c.C, Init::zero, false, c.has_routes())     \
+  X(final_norm, false, 0, c.C, Init::one, false, true)
 
 #define TENSOR_ENUM(name, ...) TENSOR_##name,
 enum TensorId { TENSOR_TABLE(TENSOR_ENUM) NUM_TENSORS };
@@ -122,13 +122,18 @@ inline size_t count_elements(const Config& c) {
 }
 
 // Exact parameter count. Rows V .. Vp-1 of wte are padding, never trained, and are not counted.
-struct ParamCount { size_t embedding, layers, routes, total; };
+struct ParamCount {
+  size_t embedding, layers, routes, total;
+};
 inline ParamCount count_params(const Config& c) {
   ParamCount n = {};
   for (const TensorSpec& t : tensor_table(c)) {
-    if (t.id == TENSOR_wte) n.embedding += c.V * c.C;
-    else if (strstr(t.name, "route")) n.routes += t.size();
-    else n.layers += t.size();
+    if (t.id == TENSOR_wte)
+      n.embedding += c.V * c.C;
+    else if (strstr(t.name, "route"))
+      n.routes += t.size();
+    else
+      n.layers += t.size();
   }
   n.total = n.embedding + n.layers + n.routes;
   return n;

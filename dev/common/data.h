@@ -44,8 +44,10 @@ inline Data open_data(const Options& o, const Config& config) {
           o.val_tokens, config.T);
   if (o.train.empty() && o.val.empty() && o.test.empty()) {
     if (config.T < STORY_MIN_CONTEXT)
-      fatal(EXIT_USAGE, "--context: got %zu, expected at least %zu: the built-in stories need room for a"
-            " question", config.T, STORY_MIN_CONTEXT);
+      fatal(EXIT_USAGE,
+            "--context: got %zu, expected at least %zu: the built-in stories need room for a"
+            " question",
+            config.T, STORY_MIN_CONTEXT);
     data.stories = true;
     data.train = open_stories(StorySplit::train, "built-in stories", STORY_TRAIN_TOKENS, config);
     data.val = open_stories(StorySplit::val, "held-out stories", STORY_VAL_TOKENS, config);

@@ -25,7 +25,9 @@ struct InFile {
     std::swap(path, other.path), std::swap(size, other.size), std::swap(fd, other.fd);
     return *this;
   }
-  ~InFile() { if (fd >= 0) ::close(fd); }
+  ~InFile() {
+    if (fd >= 0) ::close(fd);
+  }
 
   std::string open(const std::string& name) {  // returns the error, empty when all is well
     path = name;
@@ -76,8 +78,10 @@ struct OutFile {
     written += bytes;
     if (buffer.size() + bytes > BUFFER) flush();
     const char* from = static_cast<const char*>(data);
-    if (bytes > BUFFER) write_all(from, bytes);
-    else buffer.insert(buffer.end(), from, from + bytes);
+    if (bytes > BUFFER)
+      write_all(from, bytes);
+    else
+      buffer.insert(buffer.end(), from, from + bytes);
   }
   void write(const std::string& text) { write(text.data(), text.size()); }
 
@@ -90,7 +94,10 @@ struct OutFile {
   void commit() {
     flush();
     if (fsync(fd) != 0) fail("flush to disk");
-    if (::close(fd) != 0) { fd = -1; fail("close"); }
+    if (::close(fd) != 0) {
+      fd = -1;
+      fail("close");
+    }
     fd = -1;
     if (rename(temporary.c_str(), path.c_str()) != 0) fail("rename");
     temporary.clear();

@@ -40,10 +40,11 @@ inline Options preset_options(const std::string& name, Device device) {
 // ---- help ----------------------------------------------------------------------------------------------
 inline void print_help(Device device) {
   const Options defaults = preset_options("tiny", device);
-  printf("usage: %s [--flag value]...\n\n"
-         "Trains a Transformer with Role-Decoupled Attention Residuals. Without flags: the preset tiny on\n"
-         "built-in stories. In brackets the default of a flag, where it is one value.\n\n",
-         program_name(device));
+  printf(
+      "usage: %s [--flag value]...\n\n"
+      "Trains a Transformer with Role-Decoupled Attention Residuals. Without flags: the preset tiny on\n"
+      "built-in stories. In brackets the default of a flag, where it is one value.\n\n",
+      program_name(device));
   for (const Flag& flag : flag_table()) {
     if (!available(flag, device)) continue;
     const bool settled_later = &flag == find_flag("warmup") || &flag == find_flag("total-batch");
@@ -60,7 +61,10 @@ inline void print_help(Device device) {
 
 // ---- the parser ----------------------------------------------------------------------------------------
 // One --name [value] of the command line, cut out but not yet understood.
-struct Argument { const Flag* flag; std::string value; };
+struct Argument {
+  const Flag* flag;
+  std::string value;
+};
 
 inline std::vector<Argument> split_arguments(int argc, char** argv, Device device) {
   std::vector<Argument> arguments;

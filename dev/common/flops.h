@@ -34,23 +34,27 @@ inline Flops training_flops(const Config& c, size_t T) {
 // Peak bfloat16 operations a second with float32 sums, dense, as the maker states it; figures that a data sheet
 // gives "with sparsity" are halved. The name is the device's own and must match in full: cards that share half
 // a name differ by a factor of two.
-struct Card { const char* name; double tflops; const char* source; };
+struct Card {
+  const char* name;
+  double tflops;
+  const char* source;
+};
 constexpr Card CARDS[] = {
-  {"NVIDIA A100-SXM4-40GB", 312, "NVIDIA A100 data sheet"},
-  {"NVIDIA A100-SXM4-80GB", 312, "NVIDIA A100 data sheet"},
-  {"NVIDIA A100-PCIE-40GB", 312, "NVIDIA A100 data sheet"},
-  {"NVIDIA A100 80GB PCIe", 312, "NVIDIA A100 data sheet"},
-  {"NVIDIA A10", 125, "NVIDIA A10 data sheet"},
-  {"NVIDIA RTX A6000", 154.8, "NVIDIA Ampere GA102 white paper"},
-  {"NVIDIA GeForce RTX 3090", 71, "NVIDIA Ampere GA102 white paper"},
-  {"NVIDIA GeForce RTX 4090", 165.2, "NVIDIA Ada white paper"},
-  {"NVIDIA L4", 121, "NVIDIA L4 data sheet, 242 with sparsity"},
-  {"NVIDIA L40S", 362.05, "NVIDIA L40S data sheet"},
-  {"NVIDIA H100 PCIe", 756, "NVIDIA H100 white paper"},
-  {"NVIDIA H100 80GB HBM3", 989.4, "NVIDIA H100 white paper, SXM5"},
-  {"NVIDIA H200", 989.5, "NVIDIA H200 data sheet, 1,979 with sparsity"},
-  {"NVIDIA GeForce RTX 5090", 209.5, "NVIDIA RTX Blackwell white paper"},
-  {"NVIDIA B200", 2250, "NVIDIA Blackwell architecture brief, 4,500 with sparsity"},
+    {"NVIDIA A100-SXM4-40GB", 312, "NVIDIA A100 data sheet"},
+    {"NVIDIA A100-SXM4-80GB", 312, "NVIDIA A100 data sheet"},
+    {"NVIDIA A100-PCIE-40GB", 312, "NVIDIA A100 data sheet"},
+    {"NVIDIA A100 80GB PCIe", 312, "NVIDIA A100 data sheet"},
+    {"NVIDIA A10", 125, "NVIDIA A10 data sheet"},
+    {"NVIDIA RTX A6000", 154.8, "NVIDIA Ampere GA102 white paper"},
+    {"NVIDIA GeForce RTX 3090", 71, "NVIDIA Ampere GA102 white paper"},
+    {"NVIDIA GeForce RTX 4090", 165.2, "NVIDIA Ada white paper"},
+    {"NVIDIA L4", 121, "NVIDIA L4 data sheet, 242 with sparsity"},
+    {"NVIDIA L40S", 362.05, "NVIDIA L40S data sheet"},
+    {"NVIDIA H100 PCIe", 756, "NVIDIA H100 white paper"},
+    {"NVIDIA H100 80GB HBM3", 989.4, "NVIDIA H100 white paper, SXM5"},
+    {"NVIDIA H200", 989.5, "NVIDIA H200 data sheet, 1,979 with sparsity"},
+    {"NVIDIA GeForce RTX 5090", 209.5, "NVIDIA RTX Blackwell white paper"},
+    {"NVIDIA B200", 2250, "NVIDIA Blackwell architecture brief, 4,500 with sparsity"},
 };
 inline const Card* find_card(const std::string& device_name) {  // null: not in the table; nothing is guessed
   for (const Card& card : CARDS)

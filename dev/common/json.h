@@ -133,8 +133,10 @@ class JsonParser {
     while (at < text.size() && text[at] != '"') {
       const unsigned char c = static_cast<unsigned char>(text[at]);
       if (c < 0x20) return fail("control character in a string");
-      if (c != '\\') out += text[at++];
-      else if (!read_escape(out)) return false;
+      if (c != '\\')
+        out += text[at++];
+      else if (!read_escape(out))
+        return false;
     }
     return at++ < text.size() || fail("ends inside a string");
   }
@@ -173,7 +175,10 @@ class JsonParser {
   }
 
   static void append_utf8(std::string& out, unsigned code) {
-    if (code < 0x80) { out += char(code); return; }
+    if (code < 0x80) {
+      out += char(code);
+      return;
+    }
     const int more = code < 0x800 ? 1 : code < 0x10000 ? 2 : 3;  // bytes that follow the first
     static const unsigned lead[] = {0, 0xC0, 0xE0, 0xF0};
     out += char(lead[more] | code >> 6 * more);
@@ -188,12 +193,18 @@ inline std::string json_quote(const std::string& text) {
     uint32_t code;
     const size_t length = utf8_decode(text, i, &code);
     const char c = text[i];
-    if (length == 0) out += "\\ufffd";
-    else if (c == '"' || c == '\\') out += '\\', out += c;
-    else if (c == '\n') out += "\\n";
-    else if (c == '\t') out += "\\t";
-    else if (static_cast<unsigned char>(c) < 0x20) out += format("\\u%04x", unsigned(c));
-    else out.append(text, i, length);
+    if (length == 0)
+      out += "\\ufffd";
+    else if (c == '"' || c == '\\')
+      out += '\\', out += c;
+    else if (c == '\n')
+      out += "\\n";
+    else if (c == '\t')
+      out += "\\t";
+    else if (static_cast<unsigned char>(c) < 0x20)
+      out += format("\\u%04x", unsigned(c));
+    else
+      out.append(text, i, length);
     i += std::max<size_t>(length, 1);
   }
   return out + "\"";

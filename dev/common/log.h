@@ -45,9 +45,12 @@ struct Event {
   }
   template <class T>
   static std::enable_if_t<std::is_arithmetic<T>::value, std::string> to_json(T value) {
-    if constexpr (std::is_same<T, bool>::value) return value ? "true" : "false";
-    else if constexpr (std::is_integral<T>::value) return std::to_string(value);
-    else return std::isfinite(value) ? number_text(value) : "null";
+    if constexpr (std::is_same<T, bool>::value)
+      return value ? "true" : "false";
+    else if constexpr (std::is_integral<T>::value)
+      return std::to_string(value);
+    else
+      return std::isfinite(value) ? number_text(value) : "null";
   }
 };
 

@@ -56,47 +56,50 @@ struct Flag {
 inline const std::vector<Flag>& flag_table() {
   using O = Options;
   static const std::vector<Flag> table = {
-    {"preset", &O::preset, "tiny|s|m", 0, 0, MODEL, "sizes and training defaults, listed below"},
-    {"arch", &O::arch, "rd|block|tied|average|frozen-v|residual", 0, 0, MODEL, "which routes the model has"},
-    {"layers", &O::layers, "L", 1, 4096, MODEL, "decoder layers, each attention then feed-forward"},
-    {"width", &O::width, "C", 2, 65536, MODEL, "channels of the residual sources"},
-    {"heads", &O::heads, "NH", 1, 4096, MODEL, "attention heads; divides the width, width / heads is even"},
-    {"ffn", &O::ffn, "F", 1, 1048576, MODEL, "feed-forward width"},
-    {"block-size", &O::block_size, "S", 1, 8192, MODEL, "sublayers a block: even, or 1: each output a source"},
-    {"context", &O::context, "T", 1, 1048576, MODEL, "tokens the model looks back on"},
-    {"vocab", &O::vocab, "V", 2, 65536, MODEL, "vocabulary; default: the tokenizer's size, or the preset's"},
-    {"train", &O::train, "GLOB", 0, 0, 0, "training shards; without --train and --val: built-in stories"},
-    {"val", &O::val, "GLOB", 0, 0, 0, "validation shards"},
-    {"test", &O::test, "GLOB", 0, 0, 0, "shards for one evaluation at the end"},
-    {"tokenizer", &O::tokenizer, "FILE", 0, 0, 0, "turns tokens into text; default: bytes"},
-    {"out", &O::out, "DIR", 0, 0, NOW, "folder of the run; default runs/<preset>-<arch>-<seed>"},
-    {"resume", &O::resume, "PATH", 0, 0, NOW, "go on from a run's folder or checkpoint"},
-    {"init-from", &O::init_from, "FILE", 0, 0, NOW, "start from the weights of a checkpoint"},
-    {"steps", &O::steps, "N", 0, 1e12, 0, "optimiser steps"},
-    {"batch", &O::batch, "B", 1, 1048576, 0, "sequences computed at a time"},
-    {"total-batch", &O::total_batch, "TOKENS", 1, 1e12, 0, "tokens a step; a multiple of batch * context"},
-    {"lr", &O::lr, "X", 0, 100, 0, "peak learning rate"},
-    {"min-lr-ratio", &O::min_lr_ratio, "X", 0, 1, 0, "last learning rate / peak"},
-    {"warmup", &O::warmup, "N", 0, 1e12, 0, "steps of linear warm-up; default 2% of the steps"},
-    {"weight-decay", &O::weight_decay, "X", 0, 100, 0, "decay of matrices"},
-    {"clip", &O::clip, "X", 0, 1e12, 0, "largest global gradient norm; 0: no clipping"},
-    {"query-lr-mult", &O::query_lr_mult, "X", 0, 1e6, 0, "learning rate of route queries / that of the rest"},
-    {"seed", &O::seed, "N", 0, 1e19, 0, "initial weights, data order, sampling"},
-    {"val-every", &O::val_every, "N", 0, 1e12, 0, "steps between validations; 0: at the end only"},
-    {"val-tokens", &O::val_tokens, "N", 0, 1e15, 0, "tokens a validation reads; 0: the whole split"},
-    {"sample-every", &O::sample_every, "N", 0, 1e12, 0, "steps between samples; 0: at the end only"},
-    {"sample-tokens", &O::sample_tokens, "N", 0, 1048576, 0, "length of a sample; 0: none"},
-    {"prompt", &O::prompt, "TEXT", 0, 0, 0, "what a sample continues; default: a new document"},
-    {"temperature", &O::temperature, "X", 0, 1000, 0, "of sampling; 0: always the most likely token"},
-    {"top-k", &O::top_k, "K", 0, 65536, 0, "sample from the K most likely tokens; 0: from all"},
-    {"top-p", &O::top_p, "P", 0, 1, 0, "sample from the fewest tokens that hold this probability"},
-    {"checkpoint-every", &O::checkpoint_every, "N", 0, 1e12, 0, "steps between checkpoints; 0: the last only"},
-    {"keep", &O::keep, "N", 0, 1e9, 0, "checkpoints to keep, the newest; 0: all"},
-    {"quiet", &O::quiet, "", 0, 0, NOW, "print only what matters most: no step lines, no pictures"},
-    {"dry-run", &O::dry_run, "", 0, 0, NOW, "print sizes, memory, data and schedule, then stop"},
-    {"dtype", &O::dtype, "bf16|fp32", 0, 0, GPU, "what the GPU computes in"},
-    {"profile", &O::profile, "N", 0, 1e6, NOW | GPU, "time N steps function by function, print a table, go on"},
-    {"recompute", &O::recompute, "", 0, 0, GPU, "recompute activations in the backward pass to save memory"},
+      {"preset", &O::preset, "tiny|s|m", 0, 0, MODEL, "sizes and training defaults, listed below"},
+      {"arch", &O::arch, "rd|block|tied|average|frozen-v|residual", 0, 0, MODEL, "which routes the model has"},
+      {"layers", &O::layers, "L", 1, 4096, MODEL, "decoder layers, each attention then feed-forward"},
+      {"width", &O::width, "C", 2, 65536, MODEL, "channels of the residual sources"},
+      {"heads", &O::heads, "NH", 1, 4096, MODEL, "attention heads; divides the width, width / heads is even"},
+      {"ffn", &O::ffn, "F", 1, 1048576, MODEL, "feed-forward width"},
+      {"block-size", &O::block_size, "S", 1, 8192, MODEL,
+       "sublayers a block: even, or 1: each output a source"},
+      {"context", &O::context, "T", 1, 1048576, MODEL, "tokens the model looks back on"},
+      {"vocab", &O::vocab, "V", 2, 65536, MODEL, "vocabulary; default: the tokenizer's size, or the preset's"},
+      {"train", &O::train, "GLOB", 0, 0, 0, "training shards; without --train and --val: built-in stories"},
+      {"val", &O::val, "GLOB", 0, 0, 0, "validation shards"},
+      {"test", &O::test, "GLOB", 0, 0, 0, "shards for one evaluation at the end"},
+      {"tokenizer", &O::tokenizer, "FILE", 0, 0, 0, "turns tokens into text; default: bytes"},
+      {"out", &O::out, "DIR", 0, 0, NOW, "folder of the run; default runs/<preset>-<arch>-<seed>"},
+      {"resume", &O::resume, "PATH", 0, 0, NOW, "go on from a run's folder or checkpoint"},
+      {"init-from", &O::init_from, "FILE", 0, 0, NOW, "start from the weights of a checkpoint"},
+      {"steps", &O::steps, "N", 0, 1e12, 0, "optimiser steps"},
+      {"batch", &O::batch, "B", 1, 1048576, 0, "sequences computed at a time"},
+      {"total-batch", &O::total_batch, "TOKENS", 1, 1e12, 0, "tokens a step; a multiple of batch * context"},
+      {"lr", &O::lr, "X", 0, 100, 0, "peak learning rate"},
+      {"min-lr-ratio", &O::min_lr_ratio, "X", 0, 1, 0, "last learning rate / peak"},
+      {"warmup", &O::warmup, "N", 0, 1e12, 0, "steps of linear warm-up; default 2% of the steps"},
+      {"weight-decay", &O::weight_decay, "X", 0, 100, 0, "decay of matrices"},
+      {"clip", &O::clip, "X", 0, 1e12, 0, "largest global gradient norm; 0: no clipping"},
+      {"query-lr-mult", &O::query_lr_mult, "X", 0, 1e6, 0, "learning rate of route queries / that of the rest"},
+      {"seed", &O::seed, "N", 0, 1e19, 0, "initial weights, data order, sampling"},
+      {"val-every", &O::val_every, "N", 0, 1e12, 0, "steps between validations; 0: at the end only"},
+      {"val-tokens", &O::val_tokens, "N", 0, 1e15, 0, "tokens a validation reads; 0: the whole split"},
+      {"sample-every", &O::sample_every, "N", 0, 1e12, 0, "steps between samples; 0: at the end only"},
+      {"sample-tokens", &O::sample_tokens, "N", 0, 1048576, 0, "length of a sample; 0: none"},
+      {"prompt", &O::prompt, "TEXT", 0, 0, 0, "what a sample continues; default: a new document"},
+      {"temperature", &O::temperature, "X", 0, 1000, 0, "of sampling; 0: always the most likely token"},
+      {"top-k", &O::top_k, "K", 0, 65536, 0, "sample from the K most likely tokens; 0: from all"},
+      {"top-p", &O::top_p, "P", 0, 1, 0, "sample from the fewest tokens that hold this probability"},
+      {"checkpoint-every", &O::checkpoint_every, "N", 0, 1e12, 0,
+       "steps between checkpoints; 0: the last only"},
+      {"keep", &O::keep, "N", 0, 1e9, 0, "checkpoints to keep, the newest; 0: all"},
+      {"quiet", &O::quiet, "", 0, 0, NOW, "print only what matters most: no step lines, no pictures"},
+      {"dry-run", &O::dry_run, "", 0, 0, NOW, "print sizes, memory, data and schedule, then stop"},
+      {"dtype", &O::dtype, "bf16|fp32", 0, 0, GPU, "what the GPU computes in"},
+      {"profile", &O::profile, "N", 0, 1e6, NOW | GPU,
+       "time N steps function by function, print a table, go on"},
+      {"recompute", &O::recompute, "", 0, 0, GPU, "recompute activations in the backward pass to save memory"},
   };
   return table;
 }
@@ -104,19 +107,22 @@ inline const std::vector<Flag>& flag_table() {
 // ---- presets -------------------------------------------------------------------------------------------
 // A preset is a line of flags without the dashes; flags on the command line override it. On a CPU a step is
 // one batch unless --total-batch says otherwise: half a million tokens a step would take hours.
-struct Preset { const char *name, *flags, *cpu, *gpu; };
+struct Preset {
+  const char *name, *flags, *cpu, *gpu;
+};
 constexpr Preset PRESETS[] = {
-  {"tiny",
-   "layers 4 width 64 heads 4 ffn 192 block-size 2 context 160 vocab 257 batch 8 steps 2400 lr 3e-3 warmup 50"
-   " val-every 200 val-tokens 32000 sample-every 0 sample-tokens 160 checkpoint-every 500 keep 2", "", ""},
-  {"s",
-   "layers 16 width 576 heads 9 ffn 2880 block-size 4 context 1024 vocab 50257 steps 3815 lr 6e-4"
-   " val-every 250 val-tokens 1048576 sample-every 1000 sample-tokens 128 checkpoint-every 500 keep 2",
-   "batch 1", "batch 32 total-batch 524288"},
-  {"m",
-   "layers 24 width 832 heads 13 ffn 4160 block-size 6 context 1024 vocab 50257 steps 3815 lr 6e-4"
-   " val-every 250 val-tokens 1048576 sample-every 1000 sample-tokens 128 checkpoint-every 500 keep 2",
-   "batch 1", "batch 16 total-batch 524288"},
+    {"tiny",
+     "layers 4 width 64 heads 4 ffn 192 block-size 2 context 160 vocab 257 batch 8 steps 2400 lr 3e-3 warmup 50"
+     " val-every 200 val-tokens 32000 sample-every 0 sample-tokens 160 checkpoint-every 500 keep 2",
+     "", ""},
+    {"s",
+     "layers 16 width 576 heads 9 ffn 2880 block-size 4 context 1024 vocab 50257 steps 3815 lr 6e-4"
+     " val-every 250 val-tokens 1048576 sample-every 1000 sample-tokens 128 checkpoint-every 500 keep 2",
+     "batch 1", "batch 32 total-batch 524288"},
+    {"m",
+     "layers 24 width 832 heads 13 ffn 4160 block-size 6 context 1024 vocab 50257 steps 3815 lr 6e-4"
+     " val-every 250 val-tokens 1048576 sample-every 1000 sample-tokens 128 checkpoint-every 500 keep 2",
+     "batch 1", "batch 16 total-batch 524288"},
 };
 
 inline const Flag* find_flag(const std::string& name) {

@@ -20,8 +20,10 @@ inline std::string profile_table(std::vector<ProfileRow> rows, size_t steps, boo
   double total = 0;
   for (const ProfileRow& row : rows) total += row.ms;
   std::string text = format("profile of %zu step%s, ", steps, steps == 1 ? "" : "s");
-  if (timed) text += format("%.3f ms each, the events' own time included\n", total / double(steps));
-  else text += "emulated: no times\n";
+  if (timed)
+    text += format("%.3f ms each, the events' own time included\n", total / double(steps));
+  else
+    text += "emulated: no times\n";
   text += "  calls  ms/step  share   MB/step    GB/s  GFLOP/step  TFLOP/s\n";
   const auto dearer = [](const ProfileRow& a, const ProfileRow& b) { return a.ms > b.ms; };
   if (timed) std::stable_sort(rows.begin(), rows.end(), dearer);

@@ -14,19 +14,21 @@ constexpr uint64_t STREAM_SAMPLE = 2u << 16;   // sampling text
 constexpr uint64_t STREAM_TEST = 3u << 16;     // + whatever a test likes
 
 // ---- Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) ----------------
-struct Random4 { uint32_t x[4]; };
+struct Random4 {
+  uint32_t x[4];
+};
 
 // 128 random bits from a 64-bit key and a 128-bit counter. Ten rounds of: multiply two words of the counter,
 // swap the halves of the products across, mix in the key; the key moves on by two odd constants a round.
 inline Random4 philox(uint64_t key, uint64_t counter_hi, uint64_t counter_lo) {
   uint32_t k0 = uint32_t(key), k1 = uint32_t(key >> 32);
-  Random4 c = {{uint32_t(counter_lo), uint32_t(counter_lo >> 32),
-                uint32_t(counter_hi), uint32_t(counter_hi >> 32)}};
+  Random4 c = {
+      {uint32_t(counter_lo), uint32_t(counter_lo >> 32), uint32_t(counter_hi), uint32_t(counter_hi >> 32)}};
   for (int round = 0; round < 10; round++) {
     const uint64_t product0 = uint64_t(0xD2511F53u) * c.x[0];
     const uint64_t product1 = uint64_t(0xCD9E8D57u) * c.x[2];
-    c = {{uint32_t(product1 >> 32) ^ c.x[1] ^ k0, uint32_t(product1),
-          uint32_t(product0 >> 32) ^ c.x[3] ^ k1, uint32_t(product0)}};
+    c = {{uint32_t(product1 >> 32) ^ c.x[1] ^ k0, uint32_t(product1), uint32_t(product0 >> 32) ^ c.x[3] ^ k1,
+          uint32_t(product0)}};
     k0 += 0x9E3779B9u;
     k1 += 0xBB67AE85u;
   }

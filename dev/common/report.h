@@ -2,11 +2,11 @@
 // Everything here makes text and returns it; the trainers print it.
 #pragma once
 #include "../../data/stories.h"  // StoryMarks
-#include "check.h"    // format, human_bytes, human_count
-#include "config.h"   // Config, count_params
-#include "flops.h"    // training_flops, find_card
-#include "options.h"  // flag_table: the settings
-#include "shards.h"   // TokenData
+#include "check.h"               // format, human_bytes, human_count
+#include "config.h"              // Config, count_params
+#include "flops.h"               // training_flops, find_card
+#include "options.h"             // flag_table: the settings
+#include "shards.h"              // TokenData
 
 // ---- small texts ---------------------------------------------------------------------------------------
 inline std::string with_commas(size_t n) {  // 1234567 -> "1,234,567"
@@ -37,7 +37,10 @@ inline std::string settings_table(const Options& o) {
     if (value.empty()) value = "-";
     const char star = o.given.count(flag.name) ? '*' : ' ';
     const std::string cell = format(" %c%-17s%s", star, flag.name, value.c_str());
-    if (row.empty() && cell.size() < 50) { row = cell + std::string(50 - cell.size(), ' '); continue; }
+    if (row.empty() && cell.size() < 50) {
+      row = cell + std::string(50 - cell.size(), ' ');
+      continue;
+    }
     if (!row.empty()) text += cell.size() < 50 ? row : trim_end(row) + "\n";
     text += cell + "\n";
     row.clear();
@@ -59,7 +62,10 @@ inline std::string model_table(const Config& c) {
          with_commas(n.routes) + " routes\n";
 }
 
-struct MemoryLine { std::string name; size_t bytes; };
+struct MemoryLine {
+  std::string name;
+  size_t bytes;
+};
 inline std::string memory_table(const std::vector<MemoryLine>& lines) {
   std::string text = "memory\n";
   size_t total = 0;
@@ -83,8 +89,10 @@ inline std::string data_line(const char* split, const TokenData& data, size_t T)
 inline std::string peak_line(const std::string& device_name, double measured_flops) {
   const Card* card = find_card(device_name);
   std::string text = "peak        ";
-  if (card) text += format("%.4g TFLOP/s in bf16, dense (%s)", card->tflops, card->source);
-  else text += format("n/a: no figure for %s in dev/common/flops.h", device_name.c_str());
+  if (card)
+    text += format("%.4g TFLOP/s in bf16, dense (%s)", card->tflops, card->source);
+  else
+    text += format("n/a: no figure for %s in dev/common/flops.h", device_name.c_str());
   if (measured_flops > 0) text += format("; one large product reaches %.4g TFLOP/s", measured_flops / 1e12);
   if (measured_flops > 0 && card) text += format(", %.0f%%", measured_flops / card->tflops / 1e10);
   return text + "\n";
@@ -117,7 +125,7 @@ inline std::string arithmetic_table(const Config& c, const Options& o, double ra
 
 // ---- lines while running -------------------------------------------------------------------------------
 struct StepReport {
-  size_t step, steps;     // updates done, this one included; updates in the run
+  size_t step, steps;  // updates done, this one included; updates in the run
   double loss, norm, lr;
   double seconds;         // of this step
   size_t tokens;          // of this step
@@ -170,7 +178,7 @@ inline std::string answers_line(size_t step, const StoryMarks& marks) {
 }
 
 // ---- the depth routes ----------------------------------------------------------------------------------
-struct RouteStats {  // means over tokens, per attention layer
+struct RouteStats {                        // means over tokens, per attention layer
   std::vector<std::vector<double>> qk, v;  // weight on each source; v is empty where one route serves both
   std::vector<double> js_nats;             // Jensen-Shannon divergence between the two
   void divide(double tokens) {             // turns sums into means
@@ -192,7 +200,10 @@ inline std::string route_cells(const std::vector<double>& p, bool has_partial, s
   for (size_t column = 0; column < columns; column++) {
     const bool partial_column = column + 1 == columns;
     const size_t in_bank = p.size() - (has_partial ? 1 : 0);
-    if (partial_column ? !has_partial : column >= in_bank) { text += "      "; continue; }
+    if (partial_column ? !has_partial : column >= in_bank) {
+      text += "      ";
+      continue;
+    }
     const double share = partial_column ? p.back() : p[column];
     const int eighths = !(share > 0) ? 0 : share >= 1 ? 8 : int(std::lround(share * 8));
     text += format(" %s%3.0f ", bars[eighths], 100 * share);

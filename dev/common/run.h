@@ -52,7 +52,9 @@ inline void lock_folder(const std::string& folder) {
 }
 
 // ---- how far a run is ----------------------------------------------------------------------------------
-struct Progress { size_t step = 0, tokens = 0, position = 0; };  // updates done, tokens seen, examples taken
+struct Progress {
+  size_t step = 0, tokens = 0, position = 0;
+};  // updates done, tokens seen, examples taken
 
 // What a checkpoint remembers of its run: every setting, the model's sizes, and how far it was.
 inline Metadata run_metadata(const Options& o, const Config& c, const Progress& at) {

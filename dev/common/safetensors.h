@@ -56,7 +56,11 @@ inline std::string checksum_text(uint64_t sum) { return format("%016" PRIx64, su
 
 // ---- reading -------------------------------------------------------------------------------------------
 struct Checkpoint {
-  struct Entry { std::string dtype; std::vector<size_t> shape; size_t begin, end; };  // bytes of the data
+  struct Entry {
+    std::string dtype;
+    std::vector<size_t> shape;
+    size_t begin, end;
+  };  // bytes of the data
   InFile file;
   size_t data = 0;  // where the data section starts in the file
   std::map<std::string, std::string> metadata;
@@ -156,7 +160,7 @@ struct Checkpoint {
 
   std::string read_entry(const std::string& name, const Json& object) {
     const Json *dtype = object.find("dtype"), *shape = object.find("shape");
-    const Json *offsets = object.find("data_offsets");
+    const Json* offsets = object.find("data_offsets");
     if (!dtype || dtype->type != Json::string) return "tensor " + name + " has no dtype";
     if (!shape || shape->type != Json::array) return "tensor " + name + " has no shape";
     if (!offsets || offsets->type != Json::array || offsets->values.size() != 2)

@@ -26,8 +26,10 @@ struct Shard {
   size_t num_windows(size_t T) const { return num_tokens > 0 ? (num_tokens - 1) / T : 0; }
 
   void read(size_t first, size_t n, uint16_t* tokens) const {  // tokens first .. first+n-1, which must exist
-    if (file.fd >= 0) fatal_if(file.read(SHARD_HEADER + 2 * first, 2 * n, tokens));
-    else std::copy(memory.data() + first, memory.data() + first + n, tokens);
+    if (file.fd >= 0)
+      fatal_if(file.read(SHARD_HEADER + 2 * first, 2 * n, tokens));
+    else
+      std::copy(memory.data() + first, memory.data() + first + n, tokens);
   }
 };
 
@@ -108,7 +110,10 @@ struct TokenData {
   void window(size_t i, size_t T, int* inputs /* (T) */, int* targets /* (T) */) const {
     for (const Shard& shard : shards) {
       const size_t n = shard.num_windows(T);
-      if (i >= n) { i -= n; continue; }
+      if (i >= n) {
+        i -= n;
+        continue;
+      }
       std::vector<uint16_t> tokens(T + 1);
       shard.read(i * T, T + 1, tokens.data());
       check_tokens(shard, i * T, tokens);
@@ -140,8 +145,8 @@ struct TokenData {
 // The k-th example of a run, k = 0, 1, 2, ...: windows in a new random order each epoch. The order is a
 // function of (seed, epoch) alone, so a resumed run asks for example k and is where it was.
 // Step s, micro-batch m, row b of a run uses k = s * (examples a step) + m * B + b.
-inline void training_example(const TokenData& data, size_t T, uint64_t seed, uint64_t k,
-                             int* inputs /* (T) */, int* targets /* (T) */) {
+inline void training_example(const TokenData& data, size_t T, uint64_t seed, uint64_t k, int* inputs /* (T) */,
+                             int* targets /* (T) */) {
   const uint64_t n = data.num_windows(T);
   if (n == 0) return data.require_window(T);  // fatal
   data.window(permute(seed, k / n, n, k % n), T, inputs, targets);

@@ -117,7 +117,10 @@ class Tokenizer {
   //   's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
   // A byte that is not part of UTF-8 counts as a character of its own that is no letter, number or space.
 
-  struct Char { CharClass type; size_t length; };
+  struct Char {
+    CharClass type;
+    size_t length;
+  };
   static Char char_at(const std::string& text, size_t at) {
     uint32_t code = 0;
     const size_t length = utf8_decode(text, at, &code);
@@ -149,7 +152,7 @@ class Tokenizer {
   // ---- one word: joining neighbours
   struct Pair {  // two neighbouring parts that make a token together
     int id;
-    size_t left, right, end;  // parts left .. right-1 and right .. end-1, in bytes of the word
+    size_t left, right, end;                   // parts left .. right-1 and right .. end-1, in bytes of the word
     bool operator<(const Pair& other) const {  // the queue hands out the largest: lowest number, then leftmost
       return id != other.id ? id > other.id : left > other.left;
     }
@@ -158,7 +161,10 @@ class Tokenizer {
   // A queue of candidate pairs in place of a search for the best one each time: a word may be a megabyte long.
   void encode_word(std::string_view word, std::vector<int>& ids) const {
     const int whole = find(word);
-    if (whole >= 0) { ids.push_back(whole); return; }
+    if (whole >= 0) {
+      ids.push_back(whole);
+      return;
+    }
 
     const size_t n = word.size(), NONE = SIZE_MAX;
     // By a part's first byte: where it ends, and where the part before it starts.

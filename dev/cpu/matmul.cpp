@@ -19,7 +19,11 @@ extern "C" void openblas_set_num_threads(int);
 #endif
 using namespace cpu;
 
-struct Product { size_t M, N, K; const float *x, *w; float* out; };
+struct Product {
+  size_t M, N, K;
+  const float *x, *w;
+  float* out;
+};
 
 // Rung 0: the definition. Each sum is one chain of additions, each waiting for the last; nothing vectorises,
 // because reordering a sum changes its rounding and the compiler may not do that.
@@ -165,10 +169,17 @@ static int ladder(size_t M, size_t N, size_t K) {
   std::vector<float> out(M * N);
   const Product p = {M, N, K, x.data(), w.data(), out.data()};
   const double flops = 2.0 * double(M) * double(N) * double(K);
-  const struct { const char* name; void (*run)(const Product&); int threads; } rungs[] = {
-    {"0 plain", plain, 1},     {"1 reordered", reordered, 1},    {"2 blocked", blocked, 1},
-    {"3 register tile", register_tile, 1}, {"4 packed", packed, 1}, {"5 the trainer's", trainers, 1},
-    {"  with threads", trainers, all_threads()}};
+  const struct {
+    const char* name;
+    void (*run)(const Product&);
+    int threads;
+  } rungs[] = {{"0 plain", plain, 1},
+               {"1 reordered", reordered, 1},
+               {"2 blocked", blocked, 1},
+               {"3 register tile", register_tile, 1},
+               {"4 packed", packed, 1},
+               {"5 the trainer's", trainers, 1},
+               {"  with threads", trainers, all_threads()}};
   printf("out (%zu,%zu) = x (%zu,%zu) w^T   tile %zu x %zu\n\n", M, N, M, K, MR, NR);
   printf("%-16s %7s %10s %9s %9s\n", "rung", "threads", "ms", "GFLOP/s", "of peak");
   for (const auto& rung : rungs) {
@@ -192,11 +203,11 @@ static int ladder(size_t M, size_t N, size_t K) {
 #ifdef WITH_OPENBLAS
 // Forward, input gradient and weight gradient of the model's layers, both libraries by turns, best of each.
 static void against_openblas(int threads) {
-  const size_t layers[][3] = {  // rows, inputs, outputs
-    {256, 128, 384}, {2048, 128, 640}, {2048, 640, 128}, {1024, 256, 768}, {1024, 256, 1280},
-    {256, 576, 576}, {256, 576, 1152}, {1024, 576, 1152}, {1024, 576, 2880}, {1024, 2880, 576},
-    {4096, 576, 576}, {1024, 832, 4160}, {512, 2880, 2880}, {256, 576, 32768}, {256, 576, 50257},
-    {256, 128, 257}};
+  const size_t layers[][3] = {// rows, inputs, outputs
+                              {256, 128, 384},   {2048, 128, 640},  {2048, 640, 128},  {1024, 256, 768},
+                              {1024, 256, 1280}, {256, 576, 576},   {256, 576, 1152},  {1024, 576, 1152},
+                              {1024, 576, 2880}, {1024, 2880, 576}, {4096, 576, 576},  {1024, 832, 4160},
+                              {512, 2880, 2880}, {256, 576, 32768}, {256, 576, 50257}, {256, 128, 257}};
   use_threads(threads), openblas_set_num_threads(threads);
   const double peak = measure::peak_flops();
   double logs = 0, lowest = INFINITY;

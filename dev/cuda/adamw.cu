@@ -8,7 +8,10 @@ namespace adamw_ladder {
 // What is computed. Each number by itself:
 //   g' = scale g      m = b1 m + (1 - b1) g'      v = b2 v + (1 - b2) g'^2
 //   p -= rate (mhat / (sqrt(vhat) + eps) + decay p)       mhat, vhat: corrected for having started at zero
-struct Hyper { double scale, rate, decay; size_t step; };
+struct Hyper {
+  double scale, rate, decay;
+  size_t step;
+};
 template <class real>
 void plain(std::vector<real>& p, std::vector<real>& m, std::vector<real>& v, const std::vector<real>& g,
            const Hyper& by) {
@@ -72,8 +75,8 @@ __device__ inline float update(float* p, float* m, float* v, const float* g, siz
   const float grad = by.scale * g[i], param = p[i];
   const float mean = B1 * m[i] + (1 - B1) * grad, square = B2 * v[i] + (1 - B2) * grad * grad;
   m[i] = mean, v[i] = square;
-  return p[i] =
-      param - (by.rate * (mean * by.correct1) / (sqrtf(square * by.correct2) + EPSILON) + by.shrink * param);
+  return p[i] = param -
+                (by.rate * (mean * by.correct1) / (sqrtf(square * by.correct2) + EPSILON) + by.shrink * param);
 }
 __global__ void fused_kernel(float* p, float* m, float* v, const float* g, gpu::AdamStep by, size_t n) {
   const size_t i = index();
@@ -118,24 +121,31 @@ inline void shape(size_t n, bool timed) {
   const std::vector<Numbers> want = on_cpu(double(0)), in_float = on_cpu(float(0));
   Array<float> p(n), m(n), v(n), g(g0), scaled(n);
   Array<bf16> working(n);
-  const Update u = {p, m, v, g, scaled, working, n, hyper,
+  const Update u = {p,
+                    m,
+                    v,
+                    g,
+                    scaled,
+                    working,
+                    n,
+                    hyper,
                     {float(hyper.scale), float(hyper.rate), float(hyper.rate * hyper.decay),
                      float(1 / (1 - std::pow(gpu::ADAM_BETA1, double(hyper.step)))),
                      float(1 / (1 - std::pow(gpu::ADAM_BETA2, double(hyper.step))))}};
-  ladder::climb(
-      {"adamw", format("n %zu", n),
-       [&] { put(u.p, p0), put(u.m, m0), put(u.v, v0), scaled.forget(), working.forget(); },
-       [&] {
-         compare<float>("p", p.numbers(), in_float[0], want[0]);
-         compare<float>("m", m.numbers(), in_float[1], want[1]);
-         compare<float>("v", v.numbers(), in_float[2], want[2]);
-         CHECK(working.numbers() == rounded_to<bf16>(p.numbers()));
-       },
-       {{"a kernel a line", BYTES(4 * n * (2 + 3 + 3 + 4) + 6 * n), [&] { line_by_line(u); }},
-        {"one kernel, all in registers", BYTES(4 * n * 7 + 6 * n), [&] { fused(u); }},
-        {"the bf16 copy on the way", BYTES(4 * n * 7 + 2 * n), [&] { fused_copy(u); }},
-        {"the trainer's: 16-byte loads", BYTES(4 * n * 7 + 2 * n), [&] { trainers(u); }}}},
-      timed);
+  ladder::climb({"adamw",
+                 format("n %zu", n),
+                 [&] { put(u.p, p0), put(u.m, m0), put(u.v, v0), scaled.forget(), working.forget(); },
+                 [&] {
+                   compare<float>("p", p.numbers(), in_float[0], want[0]);
+                   compare<float>("m", m.numbers(), in_float[1], want[1]);
+                   compare<float>("v", v.numbers(), in_float[2], want[2]);
+                   CHECK(working.numbers() == rounded_to<bf16>(p.numbers()));
+                 },
+                 {{"a kernel a line", BYTES(4 * n * (2 + 3 + 3 + 4) + 6 * n), [&] { line_by_line(u); }},
+                  {"one kernel, all in registers", BYTES(4 * n * 7 + 6 * n), [&] { fused(u); }},
+                  {"the bf16 copy on the way", BYTES(4 * n * 7 + 2 * n), [&] { fused_copy(u); }},
+                  {"the trainer's: 16-byte loads", BYTES(4 * n * 7 + 2 * n), [&] { trainers(u); }}}},
+                timed);
 }
 
 inline void climb(bool timed) {

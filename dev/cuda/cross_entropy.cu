@@ -21,7 +21,7 @@ void plain(std::vector<real>& losses, std::vector<real>& z, const std::vector<in
 
 // What every rung works on, on the device. `tops` and `sums` are workspaces.
 struct Rows {
-  bf16* logits;  // (rows,Vp), become their gradients
+  bf16* logits;                 // (rows,Vp), become their gradients
   float *losses, *tops, *sums;  // (rows)
   int* targets;                 // (rows)
   float dloss;
@@ -190,13 +190,15 @@ inline void shape(size_t rows, size_t V, bool timed) {
     for (size_t v = V; v < Vp; v++) z0[row * Vp + v] = 50;  // padding that counted would outweigh everything
   }
   // The gradient of a target is far larger than all others: each kind is held to its own size.
-  struct Result { Numbers losses, at_targets, elsewhere, padding; };
+  struct Result {
+    Numbers losses, at_targets, elsewhere, padding;
+  };
   const auto parts = [&](const Numbers& losses, const Numbers& dz) {
     Result r = {losses, {}, {}, {}};
     for (size_t i = 0; i < dz.size(); i++)
-      (i % Vp >= V                           ? r.padding
+      (i % Vp >= V                          ? r.padding
        : i % Vp == size_t(targets1[i / Vp]) ? r.at_targets
-                                             : r.elsewhere)
+                                            : r.elsewhere)
           .push_back(dz[i]);
     return r;
   };
@@ -213,7 +215,8 @@ inline void shape(size_t rows, size_t V, bool timed) {
   const Rows a = {logits, losses, tops, sums, targets, dloss, rows, V, Vp};
   // Bytes: the last visit reads the padding too, before it becomes zero; that is simpler than not to.
   ladder::climb(
-      {"cross_entropy", format("rows %zu, V %zu", rows, V),
+      {"cross_entropy",
+       format("rows %zu, V %zu", rows, V),
        [&] { put(a.logits, z0), losses.forget(), tops.forget(), sums.forget(); },
        [&] {
          const Result got = parts(losses.numbers(), logits.numbers());

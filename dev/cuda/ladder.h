@@ -26,8 +26,12 @@ constexpr bool ON_GPU = false, COUNTS_TRAFFIC = emu::COUNTS_TRAFFIC;
 #endif
 
 // BYTES(4 * n * (2 + 3)): the number and the formula it came from, in terms that the ladder's file explains.
-struct Bytes { double value; const char* formula; };
-#define BYTES(formula) ladder::Bytes{double(formula), #formula}
+struct Bytes {
+  double value;
+  const char* formula;
+};
+#define BYTES(formula) \
+  ladder::Bytes { double(formula), #formula }
 
 struct Rung {
   const char* idea;
@@ -44,7 +48,9 @@ struct Ladder {
 };
 
 // What the kernels are held against: measured on the spot, on a GPU only.
-struct Limits { double copy_bandwidth = 0, matrix_rate = 0; };  // bytes/s, read + written; bf16 FLOP/s
+struct Limits {
+  double copy_bandwidth = 0, matrix_rate = 0;
+};  // bytes/s, read + written; bf16 FLOP/s
 inline Limits limits;
 
 constexpr int WARM_UPS = 3, RUNS = 25;
@@ -108,7 +114,10 @@ inline void count(const Rung& rung, const std::function<void()>& reset) {
 
 inline FILE* json = nullptr;  // bench_gpu.jsonl, on a GPU
 
-struct Timed { const Rung* rung; double seconds; };
+struct Timed {
+  const Rung* rung;
+  double seconds;
+};
 inline void print_times(const Ladder& ladder, const std::vector<Timed>& times) {
   printf("\n%s, %s\n%-50s %9s %9s %8s %8s %9s %9s\n", ladder.name, ladder.shape.c_str(), "rung", "MB", "ms",
          "GB/s", "of copy", "of matmul", "speed-up");

@@ -17,13 +17,15 @@
 #include "route_forward.cu"
 #include "route_backward.cu"  // shares route_forward.cu's sums over a block
 
-constexpr struct { const char* name; void (*climb)(bool timed); } LADDERS[] = {
-    {"adamw", adamw_ladder::climb},
-    {"cross_entropy", cross_entropy_ladder::climb},
-    {"route_forward", route_forward_ladder::climb},
-    {"route_backward", route_backward_ladder::climb},
-    {"attention_forward", attention_forward_ladder::climb},
-    {"attention_backward", attention_backward_ladder::climb}};
+constexpr struct {
+  const char* name;
+  void (*climb)(bool timed);
+} LADDERS[] = {{"adamw", adamw_ladder::climb},
+               {"cross_entropy", cross_entropy_ladder::climb},
+               {"route_forward", route_forward_ladder::climb},
+               {"route_backward", route_backward_ladder::climb},
+               {"attention_forward", attention_forward_ladder::climb},
+               {"attention_backward", attention_backward_ladder::climb}};
 
 int main(int argc, char** argv) {
   for (int i = 1; i < argc; i++) {
@@ -37,7 +39,8 @@ int main(int argc, char** argv) {
     return argc == 1 || std::find(argv + 1, argv + argc, std::string(name)) != argv + argc;
   };
   gpu::device_open();
-  for (const auto& ladder : LADDERS) if (chosen(ladder.name)) ladder.climb(false);
+  for (const auto& ladder : LADDERS)
+    if (chosen(ladder.name)) ladder.climb(false);
   if (ladder::ON_GPU) {
     check::end_case();
     ladder::json = fopen("bench_gpu.jsonl", "w");
@@ -45,7 +48,8 @@ int main(int argc, char** argv) {
     ladder::limits = ladder::measure_limits();
     printf("\n%s: copy %.0f GB/s, bf16 product %.0f TFLOP/s, both measured here\n\n",
            gpu::device.properties.name, ladder::limits.copy_bandwidth / 1e9, ladder::limits.matrix_rate / 1e12);
-    for (const auto& ladder : LADDERS) if (chosen(ladder.name)) ladder.climb(true);
+    for (const auto& ladder : LADDERS)
+      if (chosen(ladder.name)) ladder.climb(true);
     if (fclose(ladder::json) != 0) fatal(EXIT_ERROR, "bench_gpu.jsonl: %s", strerror(errno));
   }
   gpu::device_close();

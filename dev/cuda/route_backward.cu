@@ -13,7 +13,9 @@ using route_forward_ladder::threads_for;
 
 // The sites of the block, in the order of a backward: sublayers first + S - 1 .. first, F finished sources each
 // and, but for the first, the running partial; an attention site (even) has two routes, the other kind one.
-struct Site { size_t i, R, route, K; };  // route: number of its first route, counting from 0 in this order
+struct Site {
+  size_t i, R, route, K;
+};  // route: number of its first route, counting from 0 in this order
 inline std::vector<Site> sites_of_block(size_t F, size_t S) {
   std::vector<Site> sites;
   size_t route = 0;
@@ -32,8 +34,12 @@ inline std::vector<Site> sites_of_block(size_t F, size_t S) {
 //   ds_j += p_j dh + dz_j r_j (w - s_j r_j z_j / C)                 dw += sum over tokens and j of dz_j r_j s_j
 // p and r_j = 1 / rms(s_j) were kept by the forward; mixes and x were not. With `rounds`, dh and the gradients
 // of sources are rounded to bf16 whenever they are stored, here: after every route.
-struct Given { Numbers stream, rstd, p, w, norm, dx, dbank, dpartial; };
-struct Result { Numbers x, dbank, dpartial, dnorm, dw; };
+struct Given {
+  Numbers stream, rstd, p, w, norm, dx, dbank, dpartial;
+};
+struct Result {
+  Numbers x, dbank, dpartial, dnorm, dw;
+};
 template <class real>
 Result plain(const Given& in, size_t F, size_t S, size_t BT, size_t C, bool rounds) {
   const auto stored = [rounds](real v) { return rounds ? real(round_bf16(double(v))) : v; };
@@ -81,15 +87,15 @@ Result plain(const Given& in, size_t F, size_t S, size_t BT, size_t C, bool roun
 
 // What every rung works on, on the device.
 struct Block {
-  bf16* dh;         // (routes,BT,C): holds dx of every route's input
-  bf16* x;          // (routes,BT,C)
-  bf16 *dbank, *dpartial;  // (F,BT,C), (BT,C): add
-  float *dnorm, *dw;       // (S,C), (routes,C): add
-  const bf16* stream;      // (2L+1,BT,C)
-  float* rstd;             // (2L+1,BT)
+  bf16* dh;                   // (routes,BT,C): holds dx of every route's input
+  bf16* x;                    // (routes,BT,C)
+  bf16 *dbank, *dpartial;     // (F,BT,C), (BT,C): add
+  float *dnorm, *dw;          // (S,C), (routes,C): add
+  const bf16* stream;         // (2L+1,BT,C)
+  float* rstd;                // (2L+1,BT)
   const float *p, *w, *norm;  // (routes,BT,F+1), (routes,C), (S,C)
-  float *mix, *delta;      // workspaces (BT,C), (routes,BT)
-  float* rows;             // workspace (token_blocks(),MAX_ROUTE_LIST,C)
+  float *mix, *delta;         // workspaces (BT,C), (routes,BT)
+  float* rows;                // workspace (token_blocks(),MAX_ROUTE_LIST,C)
   size_t F, S, BT, C;
 };
 
@@ -244,8 +250,10 @@ inline void route_by_route(const Block& b) {
 inline void site_by_site(const Block& b) {
   const std::vector<Site> sites = sites_of_block(b.F, b.S);
   for (size_t n = 0; n < sites.size(); n++)
-    if (sites[n].R == 2) routes_at_once<2>(b, sites[n], n, sites[n].route);
-    else routes_at_once<1>(b, sites[n], n, sites[n].route);
+    if (sites[n].R == 2)
+      routes_at_once<2>(b, sites[n], n, sites[n].route);
+    else
+      routes_at_once<1>(b, sites[n], n, sites[n].route);
 }
 
 // Rung 4: the trainer's, deferred to once a block. In its turn a site makes its mixes again, one read of its
@@ -278,9 +286,10 @@ inline void trainers(const Block& b) {
 inline void shape(size_t BT, size_t C, size_t F, size_t S, double size, bool timed) {
   const std::vector<Site> sites = sites_of_block(F, S);
   const size_t routes = sites.back().route + sites.back().R, slots = F * S, ldp = F + 1;
-  Given in = {Numbers(slots * BT * C, NAN), Numbers(slots * BT, NAN), Numbers(routes * BT * ldp, NAN),
-              normals<float>(routes * C, 0, 1.5 / std::sqrt(double(C))), normals<float>(S * C, 1, 0.3),
-              normals<bf16>(routes * BT * C), normals<bf16>(F * BT * C), normals<bf16>(BT * C)};
+  Given in = {Numbers(slots * BT * C, NAN),    Numbers(slots * BT, NAN),
+              Numbers(routes * BT * ldp, NAN), normals<float>(routes * C, 0, 1.5 / std::sqrt(double(C))),
+              normals<float>(S * C, 1, 0.3),   normals<bf16>(routes * BT * C),
+              normals<bf16>(F * BT * C),       normals<bf16>(BT * C)};
   for (size_t slot = 0; slot < slots; slot++) {
     if (slot % S != 0 && slot < (F - 1) * S) continue;  // inside an earlier block: no site of this one reads it
     const Numbers source = normals<bf16>(BT * C, 0.1 * size, size);
@@ -310,7 +319,8 @@ inline void shape(size_t BT, size_t C, size_t F, size_t S, double size, bool tim
     sum_K += site.K, route_K += site.R * site.K, partial_routes += site.K > F ? site.R : 0;
   const size_t BTC = BT * C, partials = S - 1, vector = 4 * C * (2 * walkers(b) + 3);
   ladder::climb(
-      {"route_backward", format("BT %zu, C %zu, %zu finished sources of size %g, S %zu", BT, C, F, size, S),
+      {"route_backward",
+       format("BT %zu, C %zu, %zu finished sources of size %g, S %zu", BT, C, F, size, S),
        [&] {
          put(b.dh, in.dx), put(b.dbank, in.dbank), put(b.dpartial, in.dpartial);
          x.forget(), mix.forget(), delta.forget(), rows.forget();

@@ -44,12 +44,12 @@ void plain(std::vector<real>& x, std::vector<real>& p, std::vector<real>& newest
 // What every rung works on, on the device.
 constexpr size_t R = 2;
 struct Read {
-  bf16* x;               // (R,BT,C)
-  float* p;              // (R,BT,K)
-  const bf16* s;         // (K,BT,C)
-  float* rstd;           // (K,BT): the last source's is not known yet
+  bf16* x;                // (R,BT,C)
+  float* p;               // (R,BT,K)
+  const bf16* s;          // (K,BT,C)
+  float* rstd;            // (K,BT): the last source's is not known yet
   const float *w, *norm;  // (R,C), (C)
-  float* mix;            // (BT,C), workspace
+  float* mix;             // (BT,C), workspace
   size_t BT, C, K;
 };
 
@@ -153,8 +153,10 @@ __global__ void two_visits_kernel(bf16* x, float* p, const bf16* s, float* rstd,
     block_sums(sums);
     if (c != 0) continue;
     float rj = rsqrtf(sums[1] / float(C) + gpu::EPS);
-    if (j + 1 < K || newest_known) rj = rstd[j * BT + bt];
-    else rstd[j * BT + bt] = rj;
+    if (j + 1 < K || newest_known)
+      rj = rstd[j * BT + bt];
+    else
+      rstd[j * BT + bt] = rj;
     weights[j] = rj * sums[0];
   }
   __syncthreads();
@@ -238,8 +240,8 @@ __global__ void warp_a_token_kernel(bf16* x, float* p, const bf16* s, float* rst
   for (size_t j = 0; j < K; j++) {
     for (int i = 0; i < NV * 4; i++) v[i / 4][i % 4] = next[i / 4][i % 4];
     if (j + 1 < K) gpu::load_row(next, s + ((j + 1) * BT + bt) * C, C);
-    const float rj = j + 1 < K ? rstd[j * BT + bt]
-                               : rsqrtf(gpu::warp_sum(gpu::row_dot<NV>(v, v)) / float(C) + gpu::EPS);
+    const float rj =
+        j + 1 < K ? rstd[j * BT + bt] : rsqrtf(gpu::warp_sum(gpu::row_dot<NV>(v, v)) / float(C) + gpu::EPS);
     if (j + 1 == K && lane == 0) rstd[j * BT + bt] = rj;
     for (size_t r = 0; r < R; r++) {
       gpu::load_row(other, w + r * C, C);
@@ -285,7 +287,9 @@ inline void shape(size_t BT, size_t C, size_t K, bool timed) {
     for (size_t c = 0; c < C; c++) squares += s0[i * C + c] * s0[i * C + c];
     rstd0[i] = round_to<float>(1 / std::sqrt(squares / double(C) + gpu::EPS));
   }
-  struct Result { Numbers x, p, newest; };
+  struct Result {
+    Numbers x, p, newest;
+  };
   const auto on_cpu = [&](auto zero) {
     using real = decltype(zero);
     std::vector<real> x(R * BT * C), p(R * BT * K), newest(BT);
@@ -300,7 +304,8 @@ inline void shape(size_t BT, size_t C, size_t K, bool timed) {
   // reads the queries and the norm once.
   const size_t BTC = BT * C, BTK = BT * K;
   ladder::climb(
-      {"route_forward", format("BT %zu, C %zu, K %zu, 2 routes", BT, C, K),
+      {"route_forward",
+       format("BT %zu, C %zu, K %zu, 2 routes", BT, C, K),
        [&] { x.forget(), p.forget(), mix.forget(), put(rstd.at, rstd0); },
        [&] {
          compare<bf16>("x", x.numbers(), in_float.x, want.x);

@@ -4,7 +4,10 @@
 
 constexpr bool EMULATED = true;  // times mean nothing here
 #define launch(...) emu::launch_kernel(emu::Site{__FILE__, __LINE__}, #__VA_ARGS__, __VA_ARGS__)
-template <class T> T* dynamic_shared() { return reinterpret_cast<T*>(emu::self->block->shared); }
+template <class T>
+T* dynamic_shared() {
+  return reinterpret_cast<T*>(emu::self->block->shared);
+}
 
 namespace emu {  // tensor.cpp
 void load_matrices(unsigned (&r)[4], const void* row, bool transpose, Site);
@@ -31,4 +34,7 @@ EMU_INLINE void cp_async_16(void* to, const void* from, bool live = true, EMU_SI
   emu::copy_async(to, live ? from : nullptr, site);
 }
 EMU_INLINE void cp_async_commit() { emu::commit_copies(); }
-template <int N> EMU_INLINE void cp_async_wait() { emu::land_copies(N); }
+template <int N>
+EMU_INLINE void cp_async_wait() {
+  emu::land_copies(N);
+}

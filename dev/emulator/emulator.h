@@ -11,7 +11,9 @@
 #include <tuple>
 #include <type_traits>
 
-struct uint3 { unsigned x, y, z; };
+struct uint3 {
+  unsigned x, y, z;
+};
 struct dim3 {
   unsigned x, y, z;
   constexpr dim3(size_t x = 1, size_t y = 1, size_t z = 1) : x(fit(x)), y(fit(y)), z(fit(z)) {}
@@ -21,13 +23,25 @@ struct dim3 {
 namespace emu {
 
 // ---- where in the source something was called ---------------------------------------------------------
-struct Site { const char* file; int line; };
+struct Site {
+  const char* file;
+  int line;
+};
 #define EMU_SITE emu::Site site = {__builtin_FILE(), __builtin_LINE()}  // a last parameter: the caller's line
 #define EMU_INLINE inline __attribute__((always_inline))  // so that return addresses lie in the kernel itself
 
 // ---- what a running kernel can see of the machine -----------------------------------------------------
-struct Block { uint3 index; dim3 dim, grid; char* shared = nullptr; size_t shared_bytes = 0; };
-struct Thread { uint3 index; int linear, warp, lane; const Block* block; };
+struct Block {
+  uint3 index;
+  dim3 dim, grid;
+  char* shared = nullptr;
+  size_t shared_bytes = 0;
+};
+struct Thread {
+  uint3 index;
+  int linear, warp, lane;
+  const Block* block;
+};
 extern __thread Thread* self;  // the one that runs now on this core, null on the host
 
 // ---- settings: from the environment, a test may change them -------------------------------------------
@@ -52,14 +66,15 @@ size_t gone(const char* kind, const void* p);
 // ---- barriers and warp-wide operations ----------------------------------------------------------------
 void barrier(Site);
 bool left_out(Site);  // by EMU_WITHOUT=train.cu:123, which takes the barrier of that line away
-void warp_synced();  // what __syncwarp adds to a meeting of lanes: their accesses to memory are now ordered
+void warp_synced();   // what __syncwarp adds to a meeting of lanes: their accesses to memory are now ordered
 // Every lane in `mask` arrives with its arguments; the last one runs together(arguments of each lane) for all.
 void meet(const char* op, Site, unsigned mask, void* args, void (*together)(void** lane, void* f), void* f);
 template <class Args, class F>
 EMU_INLINE void warp_op(const char* op, Site site, unsigned mask, Args& args, F&& f) {
   using Body = std::remove_reference_t<F>;
-  meet(op, site, mask, &args,
-       [](void** lane, void* body) { (*static_cast<Body*>(body))(reinterpret_cast<Args**>(lane)); }, &f);
+  meet(
+      op, site, mask, &args,
+      [](void** lane, void* body) { (*static_cast<Body*>(body))(reinterpret_cast<Args**>(lane)); }, &f);
 }
 
 // ---- memory checks: AddressSanitizer's in the asan build, race.cpp's in the race build, else nothing ---
@@ -115,8 +130,8 @@ constexpr bool COUNTS_TRAFFIC = true;
 #else
 constexpr bool COUNTS_TRAFFIC = false;
 #endif
-void count_traffic(bool on);                  // on: forget earlier counts and start
-Traffic traffic(const std::string& kernel);   // summed over the launches of kernel, all its template arguments
-Traffic traffic();                            // of all kernels together
+void count_traffic(bool on);                 // on: forget earlier counts and start
+Traffic traffic(const std::string& kernel);  // summed over the launches of kernel, all its template arguments
+Traffic traffic();                           // of all kernels together
 
 }  // namespace emu

@@ -89,8 +89,10 @@ static void switch_to(Fiber& to) {
     text += "\n  threads " + std::to_string(i) + ".." + std::to_string(j - 1);
     char mask[40] = "";
     if (a.state == State::at_warp_op) snprintf(mask, sizeof mask, " with mask 0x%08x", a.mask);
-    if (a.state == State::left) text += " have left the kernel";
-    else text += std::string(" wait in ") + a.op + " at " + source_line(a.site, a.caller) + mask;
+    if (a.state == State::left)
+      text += " have left the kernel";
+    else
+      text += std::string(" wait in ") + a.op + " at " + source_line(a.site, a.caller) + mask;
   }
   fail("some threads wait for threads that never come:%s", text.c_str());
 }
@@ -175,18 +177,21 @@ void meet(const char* op, Site site, unsigned mask, void* args, void (*together)
   if (const unsigned others = w.arrived & mask) {
     const Fiber& o = lanes[__builtin_ctz(others)];
     if (!same(o.op, op) || o.mask != mask || !same(o.site, site))
-      fail("lanes of one warp meet in different operations: lane %d in %s mask 0x%08x at %s,"
-           " lane %d in %s mask 0x%08x at %s",
-           o.lane, o.op, o.mask, place(o).c_str(), t.lane, op, mask, place(t).c_str());
+      fail(
+          "lanes of one warp meet in different operations: lane %d in %s mask 0x%08x at %s,"
+          " lane %d in %s mask 0x%08x at %s",
+          o.lane, o.op, o.mask, place(o).c_str(), t.lane, op, mask, place(t).c_str());
   }
   w.arrived |= 1u << t.lane;
   const unsigned need = mask & w.exists;
   if ((w.arrived & need) == need) {  // the last one to come does the work of all
     void* all[32] = {};
-    for (int i = 0; i < 32; i++) if (need >> i & 1) all[i] = lanes[i].args;
+    for (int i = 0; i < 32; i++)
+      if (need >> i & 1) all[i] = lanes[i].args;
     together(all, f);
     w.arrived &= ~need;
-    for (int i = 0; i < 32; i++) if (need >> i & 1) make_ready(lanes[i]);
+    for (int i = 0; i < 32; i++)
+      if (need >> i & 1) make_ready(lanes[i]);
   }
   schedule();
 }
@@ -212,14 +217,16 @@ Engine& start_engine() {  // once per OS thread
   sigaltstack(&alternate, nullptr);
 #endif
   // __shared__ means thread_local: all of it lies in one segment of the executable, which comes first.
-  dl_iterate_phdr([](dl_phdr_info* executable, size_t, void*) {
-    for (int i = 0; i < executable->dlpi_phnum; i++)
-      if (executable->dlpi_phdr[i].p_type == PT_TLS) {
-        engine->tls = static_cast<char*>(executable->dlpi_tls_data);
-        engine->tls_bytes = executable->dlpi_phdr[i].p_memsz;
-      }
-    return 1;
-  }, nullptr);
+  dl_iterate_phdr(
+      [](dl_phdr_info* executable, size_t, void*) {
+        for (int i = 0; i < executable->dlpi_phnum; i++)
+          if (executable->dlpi_phdr[i].p_type == PT_TLS) {
+            engine->tls = static_cast<char*>(executable->dlpi_tls_data);
+            engine->tls_bytes = executable->dlpi_phdr[i].p_memsz;
+          }
+        return 1;
+      },
+      nullptr);
   return *engine;
 }
 static void prepare(const Launch& l, uint64_t number) {  // once per launch and core
@@ -275,10 +282,11 @@ void start(Launch l, Stream* stream) {
   const bool grid_fits = g.x && g.y && g.z && g.x <= 0x7FFFFFFF && g.y <= 65535 && g.z <= 65535;
   if (!grid_fits || !threads || threads > MAX_THREADS || b.z > 64 || l.shared_bytes > MAX_SHARED ||
       l.parameter_bytes > MAX_PARAMETERS)
-    fail("bad configuration of %s: grid (%u,%u,%u), block (%u,%u,%u), shared memory %zu, parameters %zu bytes;"
-         " expected 1..%zu threads, grid x < 2^31, y and z < 2^16, shared memory <= %zu, parameters <= %zu",
-         l.kernel.c_str(), g.x, g.y, g.z, b.x, b.y, b.z, l.shared_bytes, l.parameter_bytes, MAX_THREADS,
-         MAX_SHARED, MAX_PARAMETERS);
+    fail(
+        "bad configuration of %s: grid (%u,%u,%u), block (%u,%u,%u), shared memory %zu, parameters %zu bytes;"
+        " expected 1..%zu threads, grid x < 2^31, y and z < 2^16, shared memory <= %zu, parameters <= %zu",
+        l.kernel.c_str(), g.x, g.y, g.z, b.x, b.y, b.z, l.shared_bytes, l.parameter_bytes, MAX_THREADS,
+        MAX_SHARED, MAX_PARAMETERS);
   enqueue(stream, [l = std::move(l)] { run_grid(l); });
 }
 

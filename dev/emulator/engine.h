@@ -10,14 +10,18 @@
 #endif
 
 namespace emu {
-constexpr int FAILED = 86;                              // exit status of fail()
+constexpr int FAILED = 86;  // exit status of fail()
 constexpr size_t MAX_THREADS = 1024, MAX_PARAMETERS = 4096;
-constexpr size_t MAX_SHARED = 163 * 1024, GAP = 1024;   // an A100's; a gap lies before and behind it
+constexpr size_t MAX_SHARED = 163 * 1024, GAP = 1024;  // an A100's; a gap lies before and behind it
 constexpr size_t SHARED_ROOM = GAP + MAX_SHARED + GAP;
 constexpr size_t PAGE = 4096, STACK = 64 * PAGE, GUARD = 16 * PAGE;  // of a thread
 
 enum class State { ready, at_barrier, at_warp_op, left };
-struct Copy { void* to; const void* from; int group; };  // a cp.async that has not landed yet
+struct Copy {
+  void* to;
+  const void* from;
+  int group;
+};  // a cp.async that has not landed yet
 
 struct Fiber : Thread {
   void* stack_pointer = nullptr;  // while it does not run
@@ -33,8 +37,10 @@ struct Fiber : Thread {
   std::vector<Copy> copies;
   int copy_group = 0;
 };
-struct Warp { unsigned exists, arrived; };  // lanes
-struct Engine : Block {                     // one per core; runs one block at a time
+struct Warp {
+  unsigned exists, arrived;
+};                       // lanes
+struct Engine : Block {  // one per core; runs one block at a time
   const Launch* launch = nullptr;
   uint64_t launch_number = 0;
   Fiber host, fibers[MAX_THREADS], *running = nullptr;
@@ -43,7 +49,7 @@ struct Engine : Block {                     // one per core; runs one block at a
   size_t first = 0;
   int n = 0, left = 0, at_barrier = 0;  // threads in the block; of these gone; of these in __syncthreads
   char* stacks = nullptr;
-  char* tls = nullptr;          // where __shared__ variables live
+  char* tls = nullptr;  // where __shared__ variables live
   size_t tls_bytes = 0;
   uint64_t random = 1;
   alignas(16) char parameters[MAX_PARAMETERS];  // the kernel's, each thread copies them
@@ -75,7 +81,7 @@ std::string describe(const void* p);  // ", byte 20 of 16 allocated at ...", or 
 void* device_alloc(size_t bytes);
 void device_free(void*, size_t bytes);
 char* shared_room();
-void allow(const void* p, size_t bytes), forbid(const void* p, size_t bytes);
+void allow(const void*p, size_t bytes), forbid(const void*p, size_t bytes);
 void race_window(bool open);
 void race_block_begin(), race_block_end();
 void race_launch_end(const std::string& kernel);

@@ -6,7 +6,9 @@
 
 namespace emu {
 
-struct Matrix : Layout { const char* p; };  // column-major; rows and columns as stored
+struct Matrix : Layout {
+  const char* p;
+};  // column-major; rows and columns as stored
 static const char* const NAMES[] = {"A", "B", "C", "D"};
 
 // ---- the product: D = alpha op(A) op(B) + beta C ------------------------------------------------------
@@ -18,8 +20,10 @@ static float load(const Matrix& x, size_t row, size_t col) {
 }
 static void store(const Matrix& x, size_t row, size_t col, float v) {
   char* at = const_cast<char*>(x.p) + (col * size_t(x.ld) + row) * size_of(x);
-  if (x.type == CUDA_R_32F) *reinterpret_cast<float*>(at) = v;
-  else *reinterpret_cast<__nv_bfloat16*>(at) = v;
+  if (x.type == CUDA_R_32F)
+    *reinterpret_cast<float*>(at) = v;
+  else
+    *reinterpret_cast<__nv_bfloat16*>(at) = v;
 }
 
 // Both operands become floats first. Sums are float32, in the order of k, and rounded once, to D's type. The
@@ -54,28 +58,30 @@ static void gemm(bool ta, bool tb, float alpha, Matrix a, Matrix b, float beta, 
 using namespace emu;
 
 // ---- what is set, and what is chosen -------------------------------------------------------------------
-template <class T> static cublasStatus_t set(T* field, const void* value, size_t bytes) {
+template <class T>
+static cublasStatus_t set(T* field, const void* value, size_t bytes) {
   if (bytes != sizeof(T)) fail("the attribute has %zu bytes, expected %zu", bytes, sizeof(T));
   memcpy(field, value, bytes);
   return CUBLAS_STATUS_SUCCESS;
 }
-cublasStatus_t cublasLtMatmulDescSetAttribute(
-    cublasLtMatmulDesc_t d, cublasLtMatmulDescAttributes_t a, const void* value, size_t bytes, Site site) {
+cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t d, cublasLtMatmulDescAttributes_t a,
+                                              const void* value, size_t bytes, Site site) {
   Api api("cublasLtMatmulDescSetAttribute", site);
   return set(a == CUBLASLT_MATMUL_DESC_TRANSA ? &d->transpose_a : &d->transpose_b, value, bytes);
 }
-cublasStatus_t cublasLtMatmulPreferenceSetAttribute(
-    cublasLtMatmulPreference_t p, cublasLtMatmulPreferenceAttributes_t a, const void* value, size_t bytes,
-    Site site) {
+cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t p,
+                                                    cublasLtMatmulPreferenceAttributes_t a, const void* value,
+                                                    size_t bytes, Site site) {
   Api api("cublasLtMatmulPreferenceSetAttribute", site);
   if (a == CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES) return set(&p->workspace, value, bytes);
   if (a == CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK) return set(&p->reduction, value, bytes);
   return set(&p->alignment[a - CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES], value, bytes);
 }
-cublasStatus_t cublasLtMatmulAlgoGetHeuristic(
-    cublasLtHandle_t, cublasLtMatmulDesc_t desc, cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,
-    cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d, cublasLtMatmulPreference_t p, int wanted,
-    cublasLtMatmulHeuristicResult_t* results, int* found, Site site) {
+cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDesc_t desc,
+                                              cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,
+                                              cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d,
+                                              cublasLtMatmulPreference_t p, int wanted,
+                                              cublasLtMatmulHeuristicResult_t* results, int* found, Site site) {
   Api api("cublasLtMatmulAlgoGetHeuristic", site);
   if (wanted < 1) fail("%d results wanted, expected 1 or more", wanted);
   Preference limits = *p;
@@ -111,19 +117,20 @@ static void check_algorithm(const Algorithm& algo, const Desc& desc, const Matri
   for (int i = 0; i < 4; i++) {
     const unsigned alignment = algo.limits.alignment[i];
     if (alignment && reinterpret_cast<uintptr_t>(x[i].p) % alignment)
-      fail("%s is not aligned to the %u bytes that the algorithm was chosen for"
-           " (CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_%s_BYTES)", NAMES[i], alignment, NAMES[i]);
+      fail(
+          "%s is not aligned to the %u bytes that the algorithm was chosen for"
+          " (CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_%s_BYTES)",
+          NAMES[i], alignment, NAMES[i]);
   }
 }
 static void touch_all(const Matrix& x, Access access) {  // the rows, not what lies between two columns
-  for (size_t j = 0; j < x.cols; j++)
-    touch(x.p + j * size_t(x.ld) * size_of(x), x.rows * size_of(x), access);
+  for (size_t j = 0; j < x.cols; j++) touch(x.p + j * size_t(x.ld) * size_of(x), x.rows * size_of(x), access);
 }
-cublasStatus_t cublasLtMatmul(
-    cublasLtHandle_t, cublasLtMatmulDesc_t desc, const void* alpha, const void* a, cublasLtMatrixLayout_t la,
-    const void* b, cublasLtMatrixLayout_t lb, const void* beta, const void* c, cublasLtMatrixLayout_t lc,
-    void* d, cublasLtMatrixLayout_t ld, const cublasLtMatmulAlgo_t* algo, void* workspace,
-    size_t workspace_bytes, cudaStream_t stream, Site site) {
+cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t desc, const void* alpha, const void* a,
+                              cublasLtMatrixLayout_t la, const void* b, cublasLtMatrixLayout_t lb,
+                              const void* beta, const void* c, cublasLtMatrixLayout_t lc, void* d,
+                              cublasLtMatrixLayout_t ld, const cublasLtMatmulAlgo_t* algo, void* workspace,
+                              size_t workspace_bytes, cudaStream_t stream, Site site) {
   Api api("cublasLtMatmul", site);
   auto matrix = [](const Layout* l, const void* p) { return Matrix{*l, static_cast<const char*>(p)}; };
   const Matrix x[4] = {matrix(la, a), matrix(lb, b), matrix(lc, c), matrix(ld, d)};

@@ -76,10 +76,12 @@ static std::string base_name(const char* file) {
 // The source line of an instruction; where it was inlined, the chain of callers up to the kernel.
 std::string source_line(const void* caller) {
   uintptr_t address = reinterpret_cast<uintptr_t>(caller) - 1;  // a return address is one instruction too far
-  dl_iterate_phdr([](dl_phdr_info* executable, size_t, void* a) {
-    *static_cast<uintptr_t*>(a) -= executable->dlpi_addr;
-    return 1;
-  }, &address);
+  dl_iterate_phdr(
+      [](dl_phdr_info* executable, size_t, void* a) {
+        *static_cast<uintptr_t*>(a) -= executable->dlpi_addr;
+        return 1;
+      },
+      &address);
   char exe[300] = {}, text[500];
   if (!caller || readlink("/proc/self/exe", exe, sizeof exe - 1) < 0) return "?";
   snprintf(text, sizeof text, "addr2line -i -e '%s' 0x%zx 2>/dev/null", exe, size_t(address));
@@ -119,7 +121,7 @@ void touch(const void* p, size_t bytes, Access access, const void* caller) {
 }
 #else
 static void watch_crashes() {
-  struct sigaction action{};
+  struct sigaction action {};
   action.sa_flags = SA_SIGINFO | SA_ONSTACK;
   action.sa_sigaction = [](int number, siginfo_t* info, void*) {
     if (self) fail("bad or misaligned address (%p), or stack overflow", info->si_addr);
@@ -141,8 +143,16 @@ void* reserve(size_t bytes) {  // memory comes when it is touched, as zeros
 }
 // Work is taken from a counter. The caller waits for work that somebody has begun, not for threads that never
 // woke up: on a busy machine it does everything itself. (A fork-join pool such as OpenMP's would wait.)
-struct Job { std::function<void(size_t)> f; size_t n; std::atomic<size_t> next{0}, done{0}; };
-struct Pool { std::mutex mutex; std::condition_variable wake; std::shared_ptr<Job> job; };
+struct Job {
+  std::function<void(size_t)> f;
+  size_t n;
+  std::atomic<size_t> next{0}, done{0};
+};
+struct Pool {
+  std::mutex mutex;
+  std::condition_variable wake;
+  std::shared_ptr<Job> job;
+};
 static void work_on(Job& job) {
   for (size_t i; (i = job.next++) < job.n; job.done++) job.f(i);
 }
@@ -174,7 +184,10 @@ void parallel_for(size_t n, const std::function<void(size_t)>& f) {
   static Pool* const pool = start_pool(threads);
   auto job = std::make_shared<Job>();
   job->f = f, job->n = n;
-  { std::lock_guard<std::mutex> lock(pool->mutex); pool->job = job; }
+  {
+    std::lock_guard<std::mutex> lock(pool->mutex);
+    pool->job = job;
+  }
   pool->wake.notify_all();
   work_on(*job);
   while (job->done < n) std::this_thread::yield();

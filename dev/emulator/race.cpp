@@ -22,8 +22,12 @@ Traffic traffic() { return {}; }
 
 namespace emu {
 
-struct Mark { uint64_t time : 29, pc : 24, thread : 10, atomic : 1; };  // one access; pc: see program_counter
-struct Cell { Mark write, read[2]; };
+struct Mark {
+  uint64_t time : 29, pc : 24, thread : 10, atomic : 1;
+};  // one access; pc: see program_counter
+struct Cell {
+  Mark write, read[2];
+};
 // Values of write.time: nothing is allocated here; allocated, never written; written by the host; a kernel's.
 constexpr uint32_t NOTHING = 0, UNWRITTEN = 1, HOST = 2, FIRST = 3, LAST = (1u << 29) - 1;
 
@@ -33,7 +37,7 @@ static Cell* const cells = static_cast<Cell*>(reserve(ARENA / 2 * sizeof(Cell)))
 static size_t used = SHARED_ROOM;
 static std::vector<Cell> static_cells;  // for __shared__ variables
 static uint32_t now = FIRST, launch_time = FIRST, block_time = FIRST, barrier_time = FIRST, warp_time[32];
-static std::vector<std::pair<uint32_t, uint3>> blocks;  // of this launch: when each began
+static std::vector<std::pair<uint32_t, uint3> > blocks;  // of this launch: when each began
 static bool window_open = false, counting = false;
 extern "C" char __executable_start, end;  // the linker's
 
@@ -54,20 +58,21 @@ static bool ordered(Mark a, bool shared, bool atomic) {  // does a barrier order
   return a.time < barrier_time || a.thread == unsigned(self->linear) ||
          (int(a.thread / 32) == self->warp && a.time < warp_time[self->warp]);
 }
-[[noreturn]] static void report(
-    Mark a, bool wrote, Access access, size_t n, const void* p, const void* caller) {
+[[noreturn]] static void report(Mark a, bool wrote, Access access, size_t n, const void* p,
+                                const void* caller) {
   char block[60] = "";
   const bool other_block = a.time < block_time;
   for (auto& [time, b] : blocks)
     if (other_block && time <= a.time) snprintf(block, sizeof block, " of block (%u,%u,%u)", b.x, b.y, b.z);
-  fail("data race on %zu bytes of %s memory at %p:\n"
-       "  thread %d %s at %s\n  thread %u%s %s before, at %s, and %s",
-       n, is_shared(p) ? "shared" : "device", p, self->linear,
-       access == Access::read ? "reads" : "writes", source_line(caller).c_str(), unsigned(a.thread), block,
-       wrote ? "wrote" : "read", source_line(&__executable_start + a.pc).c_str(),
-       other_block ? "nothing orders the blocks of a launch"
-       : int(a.thread / 32) == self->warp ? "no __syncwarp lies in between"
-                                          : "no __syncthreads lies in between");
+  fail(
+      "data race on %zu bytes of %s memory at %p:\n"
+      "  thread %d %s at %s\n  thread %u%s %s before, at %s, and %s",
+      n, is_shared(p) ? "shared" : "device", p, self->linear, access == Access::read ? "reads" : "writes",
+      source_line(caller).c_str(), unsigned(a.thread), block, wrote ? "wrote" : "read",
+      source_line(&__executable_start + a.pc).c_str(),
+      other_block                        ? "nothing orders the blocks of a launch"
+      : int(a.thread / 32) == self->warp ? "no __syncwarp lies in between"
+                                         : "no __syncthreads lies in between");
 }
 static void count(const char* p, size_t n, bool write, const void* caller);
 
@@ -75,8 +80,10 @@ static void access_by_host(Cell* c, size_t n, Access access, const void* caller)
   if (!window_open)
     fail("the host touches device memory at %s: only kernels and cudaMemcpy may", source_line(caller).c_str());
   for (size_t i = 0; i < (n + 1) / 2; i++) {
-    if (access != Access::read) c[i].write = {HOST, 0, 0, 0};
-    else if (c[i].write.time == UNWRITTEN) fail("a library call reads device memory nobody has written");
+    if (access != Access::read)
+      c[i].write = {HOST, 0, 0, 0};
+    else if (c[i].write.time == UNWRITTEN)
+      fail("a library call reads device memory nobody has written");
   }
 }
 static void access_by_kernel(Cell* c, const char* p, size_t n, Access access, const void* caller) {
@@ -102,7 +109,8 @@ static void access_by_kernel(Cell* c, const char* p, size_t n, Access access, co
            source_line(caller).c_str());
     if (!ordered(c->write, shared, atomic)) report(c->write, true, access, n, p, caller);
     if (write) {
-      for (Mark r : c->read) if (!ordered(r, shared, false)) report(r, false, access, n, p, caller);
+      for (Mark r : c->read)
+        if (!ordered(r, shared, false)) report(r, false, access, n, p, caller);
       c->write = mark;
       if (access == Access::in_flight) c->write.time = UNWRITTEN;
     } else {  // remember the last readers, two different ones
@@ -115,8 +123,10 @@ static void check(const void* address, size_t n, Access access, const void* call
   if (address == &self) return;  // threadIdx and the like begin with it; it lies among the __shared__ variables
   const char* p = static_cast<const char*>(address);
   Cell* c = cell_of(p);
-  if (self) access_by_kernel(c, p, n, access, caller);
-  else if (c) access_by_host(c, n, access, caller);
+  if (self)
+    access_by_kernel(c, p, n, access, caller);
+  else if (c)
+    access_by_host(c, n, access, caller);
 }
 void touch(const void* p, size_t bytes, Access access, const void* caller) {
   check(p, bytes, access, caller ? caller : __builtin_return_address(0));
@@ -170,10 +180,13 @@ void race_sync(int warp) { (warp < 0 ? barrier_time : warp_time[warp]) = tick();
 // ---- traffic: who asked for which bytes of device memory ----------------------------------------------
 // Lanes of a warp that execute the same instruction for the same time share a request, and its sectors count
 // once, as on the card. Compilers split 16-byte accesses; what follows on what a thread touched is one with it.
-static struct { uint64_t request; uintptr_t end; } latest[MAX_THREADS];  // each thread's last access
-static std::unordered_map<uint64_t, uint64_t> times;        // (instruction, thread): how often so far
-static std::vector<std::pair<uint64_t, uint64_t>> sectors;  // of this block: (request, sector)
-static std::vector<uint64_t> launch_sectors;                // 2 * sector + is it a write
+static struct {
+  uint64_t request;
+  uintptr_t end;
+} latest[MAX_THREADS];                                       // each thread's last access
+static std::unordered_map<uint64_t, uint64_t> times;         // (instruction, thread): how often so far
+static std::vector<std::pair<uint64_t, uint64_t> > sectors;  // of this block: (request, sector)
+static std::vector<uint64_t> launch_sectors;                 // 2 * sector + is it a write
 static std::map<std::string, Traffic> totals;
 static Traffic launch_traffic;
 
@@ -189,7 +202,8 @@ static void count(const char* p, size_t n, bool write, const void* caller) {
   request = pc << 40 | (time & 0xFFFFFFFF) << 8 | uint64_t(self->warp) << 1 | write;
   for (uint64_t s = address / 32; s <= (end - 1) / 32; s++) sectors.emplace_back(request, s);
 }
-template <class T> static void sort_unique(std::vector<T>& v) {
+template <class T>
+static void sort_unique(std::vector<T>& v) {
   std::sort(v.begin(), v.end());
   v.erase(std::unique(v.begin(), v.end()), v.end());
 }
@@ -242,32 +256,35 @@ static void hook(const void* p, size_t n, Access access, const void* caller) {
 }
 }  // namespace emu
 #define CALLER __builtin_return_address(0)
-#define HOOKS(n)                                                                                         \
-  extern "C" void __tsan_read##n(void* p) { emu::hook(p, n, emu::Access::read, CALLER); }                \
+#define HOOKS(n)                                                                          \
+  extern "C" void __tsan_read##n(void* p) { emu::hook(p, n, emu::Access::read, CALLER); } \
   extern "C" void __tsan_write##n(void* p) { emu::hook(p, n, emu::Access::write, CALLER); }
-HOOKS(1) HOOKS(2) HOOKS(4) HOOKS(8) HOOKS(16)
-extern "C" void __tsan_read_range(void* p, size_t n) { emu::check(p, n, emu::Access::read, CALLER); }
+HOOKS(1) HOOKS(2) HOOKS(4) HOOKS(8) HOOKS(16) extern "C" void __tsan_read_range(void* p, size_t n) {
+  emu::check(p, n, emu::Access::read, CALLER);
+}
 extern "C" void __tsan_write_range(void* p, size_t n) { emu::check(p, n, emu::Access::write, CALLER); }
 
-#define ATOMIC(name, result, parameters)                                                                 \
-  extern "C" auto __tsan_atomic##name parameters {                                                       \
-    emu::hook(p, sizeof *p, emu::Access::atomic, CALLER);                                                \
-    return result;                                                                                       \
+#define ATOMIC(name, result, parameters)                  \
+  extern "C" auto __tsan_atomic##name parameters {        \
+    emu::hook(p, sizeof *p, emu::Access::atomic, CALLER); \
+    return result;                                        \
   }
-#define ATOMICS(bits, T)                                                                                 \
-  ATOMIC(bits##_load, __atomic_load_n(p, __ATOMIC_SEQ_CST), (const T* p, int))                           \
-  ATOMIC(bits##_store, __atomic_store_n(p, v, __ATOMIC_SEQ_CST), (T* p, T v, int))                       \
-  ATOMIC(bits##_exchange, __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST), (T* p, T v, int))                 \
-  ATOMIC(bits##_fetch_add, __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST), (T* p, T v, int))                 \
-  ATOMIC(bits##_fetch_sub, __atomic_fetch_sub(p, v, __ATOMIC_SEQ_CST), (T* p, T v, int))                 \
-  ATOMIC(bits##_fetch_or, __atomic_fetch_or(p, v, __ATOMIC_SEQ_CST), (T* p, T v, int))                   \
-  ATOMIC(bits##_compare_exchange_strong, compare_exchange(p, before, v), (T* p, T* before, T v, int, int)) \
-  ATOMIC(bits##_compare_exchange_weak, compare_exchange(p, before, v), (T* p, T* before, T v, int, int))
-template <class T> static int compare_exchange(T* p, T* before, T v) {
+#define ATOMICS(bits, T)                                                                                     \
+  ATOMIC(bits##_load, __atomic_load_n(p, __ATOMIC_SEQ_CST), (const T* p, int))                               \
+  ATOMIC(bits##_store, __atomic_store_n(p, v, __ATOMIC_SEQ_CST), (T * p, T v, int))                          \
+  ATOMIC(bits##_exchange, __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST), (T * p, T v, int))                    \
+  ATOMIC(bits##_fetch_add, __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST), (T * p, T v, int))                    \
+  ATOMIC(bits##_fetch_sub, __atomic_fetch_sub(p, v, __ATOMIC_SEQ_CST), (T * p, T v, int))                    \
+  ATOMIC(bits##_fetch_or, __atomic_fetch_or(p, v, __ATOMIC_SEQ_CST), (T * p, T v, int))                      \
+  ATOMIC(bits##_compare_exchange_strong, compare_exchange(p, before, v), (T * p, T * before, T v, int, int)) \
+  ATOMIC(bits##_compare_exchange_weak, compare_exchange(p, before, v), (T * p, T * before, T v, int, int))
+template <class T>
+static int compare_exchange(T* p, T* before, T v) {
   return __atomic_compare_exchange_n(p, before, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
 }
-ATOMICS(8, uint8_t) ATOMICS(16, uint16_t) ATOMICS(32, uint32_t) ATOMICS(64, uint64_t)
-extern "C" void __tsan_atomic_thread_fence(int) {}
+ATOMICS(8, uint8_t)
+ATOMICS(16, uint16_t) ATOMICS(32, uint32_t)
+    ATOMICS(64, uint64_t) extern "C" void __tsan_atomic_thread_fence(int) {}
 extern "C" void __tsan_vptr_update(void*, void*) {}
 extern "C" void __tsan_vptr_read(void*) {}
 extern "C" void __tsan_func_entry(void*) {}

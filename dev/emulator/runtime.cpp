@@ -16,10 +16,20 @@
 
 namespace emu {
 
-struct Thing { size_t bytes; Site site; };
+struct Thing {
+  size_t bytes;
+  Site site;
+};
 typedef std::map<const void*, Thing> Things;
-struct Stream { bool blocking = true; std::deque<std::function<void()>> queue; };
-struct Event { Stream* stream = nullptr; bool recorded = false, done = false; double ms = 0; };
+struct Stream {
+  bool blocking = true;
+  std::deque<std::function<void()>> queue;
+};
+struct Event {
+  Stream* stream = nullptr;
+  bool recorded = false, done = false;
+  double ms = 0;
+};
 static std::map<std::string, Things> things;  // by kind
 static Things &device_memory = things["device memory"], &pinned_memory = things["pinned memory"];
 static std::set<Stream*> streams;
@@ -119,7 +129,9 @@ static void drain_all() {
 void enqueue(Stream* s, std::function<void()> work) {
   Stream& stream = known(s);
   if (s && stream.blocking) drain(nullptr);
-  if (!s) for (Stream* other : streams) if (other->blocking) drain(other);
+  if (!s)
+    for (Stream* other : streams)
+      if (other->blocking) drain(other);
   stream.queue.push_back([name = api->name, site = api->site, work = std::move(work)] {
     Api again(name, site);  // whenever it runs, it belongs to this call
     work();
@@ -132,11 +144,20 @@ using namespace emu;
 // ---- devices and errors -------------------------------------------------------------------------------
 static cudaError_t result(cudaError_t e) { return e ? last_error = e : e; }
 const char* cudaGetErrorString(cudaError_t e) {
-  return e == cudaSuccess ? "no error" : e == cudaErrorMemoryAllocation ? "out of memory" :
-         e == cudaErrorInvalidDevice ? "invalid device ordinal" : "device not ready";
+  return e == cudaSuccess                 ? "no error"
+         : e == cudaErrorMemoryAllocation ? "out of memory"
+         : e == cudaErrorInvalidDevice    ? "invalid device ordinal"
+                                          : "device not ready";
 }
-cudaError_t cudaGetLastError() { const cudaError_t e = last_error; last_error = cudaSuccess; return e; }
-cudaError_t cudaGetDeviceCount(int* count) { *count = 1; return cudaSuccess; }
+cudaError_t cudaGetLastError() {
+  const cudaError_t e = last_error;
+  last_error = cudaSuccess;
+  return e;
+}
+cudaError_t cudaGetDeviceCount(int* count) {
+  *count = 1;
+  return cudaSuccess;
+}
 cudaError_t cudaSetDevice(int device) { return result(device == 0 ? cudaSuccess : cudaErrorInvalidDevice); }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int device) {
   // An A100's limits, but few multiprocessors, so that grids sized by their number must loop.
@@ -147,7 +168,10 @@ cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   *free = device_bytes > bytes_in_use ? device_bytes - bytes_in_use : 0, *total = device_bytes;
   return cudaSuccess;
 }
-cudaError_t cudaDeviceSynchronize() { drain_all(); return cudaSuccess; }
+cudaError_t cudaDeviceSynchronize() {
+  drain_all();
+  return cudaSuccess;
+}
 
 // ---- memory -------------------------------------------------------------------------------------------
 static size_t on_card(size_t bytes) { return (bytes + 511) / 512 * 512; }  // what an allocation takes there
@@ -186,8 +210,8 @@ cudaError_t cudaFreeHost(void* p, Site site) {
   free(p);
   return cudaSuccess;
 }
-cudaError_t cudaMemcpyAsync(
-    void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t s, Site site) {
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t s,
+                            Site site) {
   Api api("cudaMemcpy", site);
   (kind == cudaMemcpyDeviceToHost ? check_host : check_device)("destination", to, bytes);
   (kind == cudaMemcpyHostToDevice ? check_host : check_device)("source", from, bytes);

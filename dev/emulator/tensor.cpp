@@ -8,7 +8,10 @@ static void check_aligned(const char* op, Site site, const void* p) {
   if (reinterpret_cast<uintptr_t>(p) % 16)
     fail("%s at %s:%d: address %p is not aligned to 16 bytes", op, site.file, site.line, p);
 }
-struct Load { const uint16_t* row; unsigned r[4]; };
+struct Load {
+  const uint16_t* row;
+  unsigned r[4];
+};
 void load_matrices(unsigned (&r)[4], const void* row, bool transpose, Site site) {
   check_aligned("ldmatrix", site, row);
   touch(row, 16, Access::read, __builtin_return_address(0));
@@ -25,7 +28,11 @@ void load_matrices(unsigned (&r)[4], const void* row, bool transpose, Site site)
   memcpy(r, mine.r, sizeof r);
 }
 
-struct Product { float* d; const unsigned* a; unsigned b[2]; };
+struct Product {
+  float* d;
+  const unsigned* a;
+  unsigned b[2];
+};
 static float half_of(unsigned r, int high) { return __uint_as_float(high ? r & 0xFFFF0000u : r << 16); }
 void multiply_add(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, Site site) {
   Product mine{d, a, {b0, b1}};
@@ -50,8 +57,10 @@ void multiply_add(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b
 void copy_async(void* to, const void* from, Site site) {
   alignas(16) static const char zeros[16] = {};
   check_aligned("cp.async", site, to), check_aligned("cp.async", site, from);
-  if (from) touch(from, 16, Access::read, __builtin_return_address(0));
-  else from = zeros;
+  if (from)
+    touch(from, 16, Access::read, __builtin_return_address(0));
+  else
+    from = zeros;
   touch(to, 16, Access::in_flight, __builtin_return_address(0));
   Fiber& t = *engine->running;
   if (order == Order::reverse || (order == Order::random && random_below(2))) memcpy(to, from, 16);

@@ -20,7 +20,7 @@ struct FuzzTarget {
   const char* name;
   std::vector<std::string> (*seeds)();
   void (*run)(const std::string& input);  // throws Fatal: refused; std::logic_error: a property does not hold
-  bool refuses;  // a log is never refused: lines that are none of ours are dropped
+  bool refuses;                           // a log is never refused: lines that are none of ours are dropped
 };
 
 // Unlike a check of a test, says so to whoever runs the target: libFuzzer keeps the input that does not hold.
@@ -328,7 +328,7 @@ inline void run_flags(const std::string& bytes) {
   std::vector<std::string> arguments = {"train"};
   std::istringstream lines(input.rest);
   for (std::string line; std::getline(lines, line);) {
-    line = line.c_str();  // an argument ends at a zero byte
+    line = line.c_str();                                              // an argument ends at a zero byte
     if (line != "--help" && line != "-h") arguments.push_back(line);  // prints and ends the program
   }
   std::vector<char*> argv;
