@@ -279,7 +279,7 @@ def _():
     folder = os.path.join(PAIRED, "studies")
     studies = {
         n: Study(os.path.join(folder, n + ".json"))
-        for n in ("paper_s", "paper_m", "controls_s", "small", "small_long", "smoke")
+        for n in ("paper_s", "paper_m", "controls_s", "small", "shallow", "deep", "deep_lr", "smoke")
     }
     for name, study in studies.items():
         equal(study.name, name, "name")
