@@ -2189,7 +2189,7 @@ inline void allocate_tensors(Tensors<float>& tensors, const Config& config, cons
 // there its number of inputs is 1 and its routes are skipped.
 inline size_t route_number(const Config& c, size_t site) {
   size_t n = 0;
-  for (size_t i = 0; i < site; i++) n += num_routes(c, i);
+  for (size_t i = 0; i < site; i++) n += c.num_routes(i);
   return n;
 }
 inline size_t total_routes(const Config& c) { return route_number(c, c.sublayers() + 1); }
@@ -2227,7 +2227,7 @@ void for_each_activation(Activations<floatX>& a, const Config& c, size_t B, size
   visit("activations", "act", a.act, BT * c.F);
   visit("activations", "logits chunk", a.logits, chunk_rows * c.Vp());
   visit("activations", "losses", a.losses, BT);
-  visit("their gradients", "d bank", a.dbank, (bank_index(c, c.sublayers()) + 1) * BTC);
+  visit("their gradients", "d bank", a.dbank, c.bank_size() * BTC);
   visit("their gradients", "d mixes of a block", a.dh, waiting * BTC);
   visit("their gradients", "delta of a block", a.delta, waiting * BT);
   visit("their gradients", "d qkv", a.dqkv, 3 * BTC);
@@ -2264,27 +2264,10 @@ __global__ void round_kernel(floatX* out, const float* in, size_t n) {
 template <class floatX>
 void model_refresh(Model<floatX>& m) {
   for (const TensorSpec& t : tensor_table(m.config))
-    if (t.decay && m.num_weights > 0)
+    if (t.is_matrix() && m.num_weights > 0)
       launch(round_kernel<floatX>, ceil_div(t.size(), 256), 256, 0, device.stream, m.weights.tensor(t.id),
              m.params.tensor(t.id), t.size());
   if (m.config.has_routes()) fold_gain(m.acts.w, m.acts.folds, total_routes(m.config), m.config.C);
-}
-
-template <class floatX>
-void init_params(Model<floatX>& m, uint64_t seed) {
-  const Config& c = m.config;
-  for (const TensorSpec& t : tensor_table(c)) {
-    const double std = t.init == Init::normal ? 0.02 : 0.02 / std::sqrt(2.0 * double(c.L));
-    const bool random = t.init == Init::normal || t.init == Init::normal_residual;
-    const size_t used = t.id == TENSOR_wte ? c.V * c.C : t.size();  // the padding rows stay zero
-    std::vector<float> w(t.size());
-    // Every number is a pure function of (seed, tensor, index): the CPU trainer starts from the same ones.
-    for (size_t i = 0; i < w.size(); i++)
-      w[i] = !random    ? float(t.init == Init::one)
-             : i < used ? float(std * normal(seed, STREAM_INIT + t.id, i))
-                        : 0.0f;
-    upload(m.params.tensor(t.id), w.data(), w.size());
-  }
 }
 
 // The queries and gains that each route is folded from.
@@ -2329,10 +2312,10 @@ void model_create(Model<floatX>& m, const Config& config, size_t B, size_t T, ui
   if constexpr (std::is_same<floatX, float>::value)
     m.weights = m.params;
   else {
-    for (const TensorSpec& t : tensor_table(config)) m.num_weights += t.decay ? t.size() : 0;
+    for (const TensorSpec& t : tensor_table(config)) m.num_weights += t.is_matrix() ? t.size() : 0;
     floatX* next = device_array<floatX>(m.num_weights, "bf16 copies of the matrices");
     for (const TensorSpec& t : tensor_table(config))
-      if (t.decay) m.weights.tensor(t.id) = next, next += t.size();
+      if (t.is_matrix()) m.weights.tensor(t.id) = next, next += t.size();
   }
   if (m.chunk_rows == 0) m.chunk_rows = classifier_rows(config, B * T);
   const char* hint = recompute ? "lower --batch" : "lower --batch, or add --recompute";
@@ -2356,7 +2339,11 @@ void model_create(Model<floatX>& m, const Config& config, size_t B, size_t T, ui
   upload(reinterpret_cast<float*>(m.acts.rope_angles), angles.data(), angles.size());
   const std::vector<Fold> folds = fold_table(m);
   upload(m.acts.folds, folds.data(), folds.size());
-  init_params(m, seed);
+  for (const TensorSpec& t : tensor_table(config)) {
+    std::vector<float> initial(t.size());
+    for (size_t i = 0; i < initial.size(); i++) initial[i] = initial_value(t, config, seed, i);
+    upload(m.params.tensor(t.id), initial.data(), initial.size());
+  }
   model_refresh(m);
 }
 
@@ -2393,7 +2380,7 @@ Site<floatX> site_at(const Model<floatX>& m, size_t i, size_t BT) {
   const Config& c = m.config;
   const Activations<floatX>& a = m.acts;
   Site<floatX> site = {};
-  site.i = i, site.R = i == 0 ? 0 : num_routes(c, i), site.route = route_number(c, i);
+  site.i = i, site.R = i == 0 ? 0 : c.num_routes(i), site.route = route_number(c, i);
   site.sources = {a.stream, a.rstd, c.S, i};
   site.p = a.p + site.route * BT * c.max_sources(), site.w = a.w + site.route * c.C;
   site.average = c.arch == Arch::average && site.R == 2;
@@ -2501,7 +2488,7 @@ void read_sources_backward(Model<floatX>& m, const Site<floatX>& site, std::vect
   }
   // The last slot counts as a running partial for the head, although its block may be complete.
   const bool has_partial = site.i % c.S != 0 || site.i == last;
-  floatX* dpartial = has_partial ? a.dbank + bank_index(c, site.i) * BT * C : nullptr;
+  floatX* dpartial = has_partial ? a.dbank + c.bank_index(site.i) * BT * C : nullptr;
   route_backward(dh, a.x, delta, dpartial, site.dnorm, a.dw, site.sources, site.p, site.w, site.norm, routes,
                  site.average, site.i == last, a.rows, BT, C, c.max_sources());
 }
@@ -2523,7 +2510,7 @@ void model_backward(Model<floatX>& m, size_t B, size_t T, const TokenBuckets& bu
   std::vector<int> waiting;
   const auto dx = [&] { return a.dh + waiting.size() * BT * C; };
   // Gradient of the running partial after sublayer i, which is the gradient of the sublayer's output too
-  const auto dpartial = [&](size_t i) { return a.dbank + bank_index(c, i + 1) * BT * C; };
+  const auto dpartial = [&](size_t i) { return a.dbank + c.bank_index(i + 1) * BT * C; };
   const auto end_block = [&](size_t i) {  // after the backward of sublayer i, if a block starts there
     if (i % c.S != 0 || waiting.empty()) return;
     // The first visit, by the last block, overwrites. With one block, the first site has started the
@@ -2680,7 +2667,7 @@ void add_route_stats(RouteStats& stats, const Model<floatX>& m, size_t BT) {
   stats.qk.resize(c.L), stats.v.resize(c.L), stats.js_nats.resize(c.L);
   for (size_t l = 0; l < c.L; l++) {
     const size_t K = c.num_sources(2 * l);
-    const bool two = num_routes(c, 2 * l) == 2;
+    const bool two = c.num_routes(2 * l) == 2;
     stats.qk[l].resize(K), stats.v[l].resize(two ? K : 0);
     for (size_t j = 0; j < K; j++) {
       const double* of_source = &sums[(l * ldp + j) * 3];
@@ -2768,9 +2755,10 @@ void model_update(Model<floatX>& m, size_t step, double grad_scale, double lr, d
   NVTX_RANGE();
   for (const TensorSpec& t : tensor_table(m.config)) {
     if (!t.present) continue;
-    floatX* working = t.decay && m.num_weights > 0 ? m.weights.tensor(t.id) : nullptr;
+    floatX* working = t.is_matrix() && m.num_weights > 0 ? m.weights.tensor(t.id) : nullptr;
     adamw(m.params.tensor(t.id), working, m.adam_m.tensor(t.id), m.adam_v.tensor(t.id), m.grads.tensor(t.id),
-          t.size(), grad_scale, t.is_query() ? lr * query_lr_mult : lr, t.decay ? weight_decay : 0, step);
+          t.size(), grad_scale, t.kind == Kind::query ? lr * query_lr_mult : lr,
+          t.is_matrix() ? weight_decay : 0, step);
   }
   if (m.config.has_routes()) fold_gain(m.acts.w, m.acts.folds, total_routes(m.config), m.config.C);
 }
@@ -3056,7 +3044,7 @@ template <class floatX>
 static std::vector<MemoryLine> memory_lines(const Config& c, size_t B, bool recompute) {
   const size_t elements = count_elements(c);
   size_t matrices = 0;
-  for (const TensorSpec& t : tensor_table(c)) matrices += t.decay ? t.size() : 0;
+  for (const TensorSpec& t : tensor_table(c)) matrices += t.is_matrix() ? t.size() : 0;
   const size_t family = elements * sizeof(float);
   std::vector<MemoryLine> lines = {
       {"parameters", family}, {"gradients", family}, {"AdamW moments", 2 * family}};

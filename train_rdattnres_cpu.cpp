@@ -748,7 +748,7 @@ template <class Visit>
 void for_each_activation(Activations& a, const Config& c, size_t B, size_t T, Visit visit) {
   const size_t BT = B * T, BTC = BT * c.C, BTF = BT * c.F, R = c.two_routes() ? 2 : 1;
   size_t weights = 0;  // elements of p for one token
-  for (size_t i = 0; i <= c.sublayers(); i++) weights += num_routes(c, i) * c.num_sources(i);
+  for (size_t i = 0; i <= c.sublayers(); i++) weights += c.num_routes(i) * c.num_sources(i);
   visit("stream", a.stream, (c.sublayers() + 1) * BTC);
   visit("stream rstd", a.rstd, c.has_routes() ? (c.sublayers() + 1) * BT : 0);
   visit("route weights", a.p, weights * BT);
@@ -762,27 +762,11 @@ void for_each_activation(Activations& a, const Config& c, size_t B, size_t T, Vi
   visit("act", a.act, BTF);
   visit("logits chunk", a.logits, CLASSIFIER_ROWS * c.Vp());
   visit("losses", a.losses, BT);
-  visit("d bank", a.dbank, (bank_index(c, c.sublayers()) + 1) * BTC);
+  visit("d bank", a.dbank, c.bank_size() * BTC);
   visit("d mixes", a.dh, R * BTC);
   visit("d normalised mixes", a.dx, 2 * BTC);
   visit("d qkv", a.dqkv, 3 * BTC);
   visit("d attention output", a.datt, BTC);
-}
-
-void init_params(Model& m, uint64_t seed) {
-  const Config& c = m.config;
-  for (const TensorSpec& t : tensor_table(c)) {
-    const double std = t.init == Init::normal ? 0.02 : 0.02 / std::sqrt(2.0 * double(c.L));
-    const bool random = t.init == Init::normal || t.init == Init::normal_residual;
-    const size_t used = t.id == TENSOR_wte ? c.V * c.C : t.size();  // the padding rows stay zero
-    real* w = m.params.tensor(t.id);
-    // Every number is a pure function of (seed, tensor, index): arms that lack a tensor share all the others.
-#pragma omp parallel for
-    for (size_t i = 0; i < t.size(); i++)
-      w[i] = !random    ? real(t.init == Init::one)
-             : i < used ? real(std * normal(seed, STREAM_INIT + t.id, i))
-                        : 0;
-  }
 }
 
 void model_create(Model& m, const Config& config, size_t B, size_t T, uint64_t seed) {
@@ -798,7 +782,12 @@ void model_create(Model& m, const Config& config, size_t B, size_t T, uint64_t s
     pointer = alloc_array<real>(n, name);
     m.activation_bytes += n * sizeof(real);
   });
-  init_params(m, seed);
+
+  for (const TensorSpec& t : tensor_table(config)) {
+    real* w = m.params.tensor(t.id);
+#pragma omp parallel for
+    for (size_t i = 0; i < t.size(); i++) w[i] = real(initial_value(t, config, seed, i));
+  }
 }
 
 void model_free(Model& m) {
@@ -807,13 +796,6 @@ void model_free(Model& m) {
                       [](const char*, real*& pointer, size_t) { free_array(pointer); });
   m = Model();
 }
-
-// Where everything is. The stream has 2L + 1 slots: slot 0 is the embedding, slot i + 1 the running partial
-// after sublayer i. A block ends where the slot number is a multiple of S. So sublayer i reads (source_slots)
-//   slots 0, S, 2S, ... up to i: the embedding and the finished blocks; and slot i, the running partial, if it
-//   is not one of them.
-// To which block a slot belongs, bank_index(slot) = ceil(slot / S) says, 0 being the embedding. A residual
-// network has one source, slot i, and one block that never ends.
 
 // What one site reads: its sources and the parameters of its routes.
 struct Site {
@@ -829,13 +811,13 @@ Site site_at(Model& m, size_t i, size_t BT) {
   const Config& c = m.config;
   const Activations& a = m.acts;
   Site site = {};
-  site.K = c.num_sources(i), site.R = num_routes(c, i);
+  site.K = c.num_sources(i), site.R = c.num_routes(i);
   site.p = a.p;  // sites follow each other; a handful of additions, next to millions in what follows
-  for (size_t j = 0; j < i; j++) site.p += num_routes(c, j) * c.num_sources(j) * BT;
-  for (size_t slot : source_slots(c, i)) {
+  for (size_t j = 0; j < i; j++) site.p += c.num_routes(j) * c.num_sources(j) * BT;
+  for (size_t slot : c.source_slots(i)) {
     site.sources.push_back(a.stream + slot * BT * c.C);
     site.rstd.push_back(a.rstd + slot * BT);
-    site.dsources.push_back(a.dbank + bank_index(c, slot) * BT * c.C);
+    site.dsources.push_back(a.dbank + c.bank_index(slot) * BT * c.C);
   }
   const size_t layer = i / 2 * c.C;  // offset of this layer in an (L,C) tensor
   auto at = [](real* tensor, size_t offset) { return tensor ? tensor + offset : nullptr; };
@@ -859,7 +841,7 @@ Site site_at(Model& m, size_t i, size_t BT) {
 
 // Gradient of the running partial after sublayer i, which is the gradient of the sublayer's output too.
 real* dpartial(const Model& m, size_t i, size_t BT) {
-  return m.acts.dbank + bank_index(m.config, i + 1) * BT * m.config.C;
+  return m.acts.dbank + m.config.bank_index(i + 1) * BT * m.config.C;
 }
 
 // How many different inputs a sublayer has: x_qk and x_v where the arm tells them apart, else one.
@@ -963,7 +945,7 @@ void model_backward(Model& m, const int* tokens, size_t B, size_t T) {
   const Activations& a = m.acts;
   const size_t C = c.C, F = c.F, BT = B * T;
 
-  memset(a.dbank, 0, (bank_index(c, c.sublayers()) + 1) * BT * C * sizeof(real));
+  memset(a.dbank, 0, c.bank_size() * BT * C * sizeof(real));
   read_sources_backward(m, site_at(m, c.sublayers(), BT), BT);  // h and x are still there from the forward
   for (size_t l = c.L; l-- > 0;) {
     {  // feed-forward: sublayer 2l + 1
@@ -1104,7 +1086,7 @@ void model_update(Model& m, size_t step, double grad_scale, double lr, double we
   for (const TensorSpec& t : tensor_table(m.config)) {
     if (!t.present) continue;
     adamw(m.params.tensor(t.id), m.adam_m.tensor(t.id), m.adam_v.tensor(t.id), m.grads.tensor(t.id), t.size(),
-          grad_scale, t.is_query() ? lr * query_lr_mult : lr, t.decay ? weight_decay : 0, step);
+          grad_scale, t.kind == Kind::query ? lr * query_lr_mult : lr, t.is_matrix() ? weight_decay : 0, step);
   }
 }
 

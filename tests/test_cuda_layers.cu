@@ -665,7 +665,7 @@ Moved test_blocks(const Config& c, size_t first, size_t end) {
   const double unit = double(many - few) * double(c.C) * sizeof(bf16) * double(end - first);
   double forward = 0, backward = 0, bank = 0;
   for (size_t i = first; i < end; i++) {
-    const double K = double(c.num_sources(i)), R = double(i == 0 ? 1 : num_routes(c, i));
+    const double K = double(c.num_sources(i)), R = double(i == 0 ? 1 : c.num_routes(i));
     forward += K + R + (i == 0 ? 2 : 0);  // the first site's norm runs once more in the backward
     backward += i == 0 ? 4 : K + 3 * R + (i % c.S != 0 ? 2 : 0);  // site 0: dx, h, the gradient in and out
     bank += (i == 0 ? 0 : R) + (i % c.S != 0 ? 0 : 3 * K);
@@ -711,7 +711,7 @@ void test_network(Arch arch, double forward, double backward_if_kept) {
   CHECK(got.forward <= ALLOWED * forward);
   double kept = 0, again = 0;  // the same sum, split into the table's part and what comes on top
   for (size_t i = 0; i < 32; i++) {
-    const double K = double(c.num_sources(i)), R = double(num_routes(c, i)), partial = i % c.S != 0;
+    const double K = double(c.num_sources(i)), R = double(c.num_routes(i)), partial = i % c.S != 0;
     kept += partial * (3 + R) + R + (1 - partial) * 3 * K;
     again += K - partial + 3 * R - partial * R;
   }

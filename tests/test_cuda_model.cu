@@ -68,8 +68,8 @@ Batch batch(uint64_t seed, size_t rows) {
 float random_parameter(const TensorSpec& t, const Config& c, size_t i) {
   if (t.id == TENSOR_wte && i >= c.V * c.C) return 0;
   const float n = normal(5, 1000 + uint64_t(t.id), i);
-  if (t.is_query()) return 0.15f * n;
-  return t.decay ? 0.12f * n : 1 + 0.2f * n;
+  if (t.kind == Kind::query) return 0.15f * n;
+  return t.is_matrix() ? 0.12f * n : 1 + 0.2f * n;
 }
 template <class floatX>
 void randomise(gpu::Model<floatX>& m) {
@@ -91,7 +91,7 @@ reference::Params<X> parameters(Model& m) {
   reference::Params<X> params;
   for (const TensorSpec& t : tensor_table(m.config))
     for (size_t i = 0; i < t.size(); i++) {
-      const float v = m.params.tensor(t.id)[i], used = t.decay ? round_bf16(v) : v;
+      const float v = m.params.tensor(t.id)[i], used = t.is_matrix() ? round_bf16(v) : v;
       if constexpr (std::is_same<X, float>::value)
         params[t.name].push_back(used);
       else
@@ -677,7 +677,7 @@ void test_out_of_memory() {
 #else
   const Config c = small_config(Arch::rd, 2);
   size_t elements = 0, matrices = 0;
-  for (const TensorSpec& t : tensor_table(c)) elements += t.size(), matrices += t.decay ? t.size() : 0;
+  for (const TensorSpec& t : tensor_table(c)) elements += t.size(), matrices += t.is_matrix() ? t.size() : 0;
   struct Buffer {
     const char* name;
     size_t bytes;
@@ -838,7 +838,7 @@ void test_out_of_host_memory() {
   Config c = small_config(Arch::rd, 2);
   c.F = 40000;
   size_t elements = 0, matrices = 0, pages = 0;
-  for (const TensorSpec& t : tensor_table(c)) elements += t.size(), matrices += t.decay ? t.size() : 0;
+  for (const TensorSpec& t : tensor_table(c)) elements += t.size(), matrices += t.is_matrix() ? t.size() : 0;
   FILE* statm = fopen("/proc/self/statm", "r");
   if (!statm || fscanf(statm, "%zu", &pages) != 1) pages = 0;
   if (statm) fclose(statm);

@@ -76,11 +76,11 @@ Params<double> random_params(const Config& c, uint64_t seed) {
     if (!t.present) continue;
     Random random(seed * 1000 + t.id);
     std::vector<double>& w = params[t.name];
-    if (t.init == Init::one)
+    if (t.kind == Kind::norm || t.kind == Kind::gain)
       w = random.normals(t.size(), 1, 0.3);
-    else if (t.is_query())
+    else if (t.kind == Kind::query)
       w = random.normals(t.size(), 0, 0.4);
-    else if (t.id == TENSOR_wte)
+    else if (t.kind == Kind::embedding)
       w = random.normals(t.size(), 0, 0.7);
     else
       w = random.normals(t.size(), 0, 1 / std::sqrt(double(t.shape.back())));
@@ -489,9 +489,9 @@ void test_source_table() {
     const Config c = small_config(Arch::rd, table.L, table.S);
     CHECK_EQ(table.slots.size(), c.sublayers() + 1);
     for (size_t i = 0; i < table.slots.size(); i++, sites++) {
-      CHECK(source_slots(c, i) == table.slots[i]);
+      CHECK(c.source_slots(i) == table.slots[i]);
       CHECK_EQ(c.num_sources(i), table.slots[i].size());
-      CHECK_EQ(bank_index(c, i), table.bank[i]);
+      CHECK_EQ(c.bank_index(i), table.bank[i]);
     }
     CHECK_EQ(c.blocks(), table.bank.back());
     CHECK_EQ(c.max_sources(), table.slots.back().size());

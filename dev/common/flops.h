@@ -20,7 +20,7 @@ inline Flops forward_flops(const Config& c, size_t T) {
   // Token t meets t + 1 tokens, on average (T + 1) / 2: q.k and the sum of values, 2C operations each.
   flops.attention = L * 4 * C * double(T + 1) / 2;
   for (size_t i = 0; i <= c.sublayers(); i++)  // a route: a dot product and a multiple of each source
-    flops.routes += 4 * C * double(num_routes(c, i) * c.num_sources(i));
+    flops.routes += 4 * C * double(c.num_routes(i) * c.num_sources(i));
   return flops;
 }
 

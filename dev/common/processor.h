@@ -45,10 +45,10 @@
 #else
 #define BUILT_FOR_AVX512VL(X)
 #endif
-#define BUILT_FOR(X)                                                                          \
-  BUILT_FOR_AVX(X)                                                                            \
-  BUILT_FOR_AVX2(X) BUILT_FOR_FMA(X) BUILT_FOR_FMA4(X) BUILT_FOR_BMI2(X) BUILT_FOR_AVX512F(X) \
-      BUILT_FOR_AVX512VL(X)
+#define BUILT_FOR(X) \
+  BUILT_FOR_AVX(X)   \
+  BUILT_FOR_AVX2(X)  \
+  BUILT_FOR_FMA(X) BUILT_FOR_FMA4(X) BUILT_FOR_BMI2(X) BUILT_FOR_AVX512F(X) BUILT_FOR_AVX512VL(X)
 
 __attribute__((constructor(101), target("arch=x86-64"))) static void check_processor() {
   __builtin_cpu_init();
