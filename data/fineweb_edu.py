@@ -18,6 +18,7 @@ Needs: numpy, tiktoken; tokenizers for --tokenizer train; pyarrow for parquet; d
 """
 import argparse
 import collections
+import fcntl
 import gzip
 import hashlib
 import itertools
@@ -26,7 +27,9 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
+from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 
 SHARD_MAGIC, SHARD_VERSION, HEADER = 20240520, 1, 1024
 TOKENIZER_MAGIC, TOKENIZER_VERSION = 20240328, 2
@@ -37,8 +40,7 @@ GPT2_WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?
 
 def fail(message):
     sys.stdout.flush()
-    print("error: " + " ".join(str(message).split()), file=sys.stderr)
-    sys.exit(1)
+    sys.exit("error: " + " ".join(message.split()))
 
 
 def library(name, what_for):
@@ -62,24 +64,26 @@ def write_whole(path, data):
     os.replace(path + ".tmp", path)
 
 
+def lock(path):
+    """Keeps a second run out. The kernel drops the lock when this process ends, however it ends."""
+    file = open(path, "w")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        fail(f"{path}: in use by another run; expected an --out or --name of its own")
+    except OSError as error:  # a file system without locks
+        print(f"warning: {path}: cannot lock: {error.strerror}; start no second run here", file=sys.stderr)
+    return file
+
+
 # ---- tokenizer -----------------------------------------------------------------------------------------
 
-def save_tokenizer(path, tokens):
-    """tokens: their bytes, by number; end-of-text comes after them as the last one."""
-    tokens = tokens + [b"<|endoftext|>"]
-    too_long = [t for t in tokens if len(t) > 255]
-    if too_long:
-        fail(f"{path}: a token of {len(too_long[0])} bytes, expected 255 at most")
-    data = b"".join(bytes([len(t)]) + t for t in tokens)
-    write_whole(path, header(TOKENIZER_MAGIC, TOKENIZER_VERSION, len(tokens), len(tokens) - 1) + data)
-
-
 def load_tokenizer(path):
-    """The bytes of every token, by number, and the number of end-of-text."""
+    """The bytes of every token, by number; the last one is end-of-text."""
     with open(path, "rb") as file:
         data = file.read()
     magic, version, size, eot = (int.from_bytes(data[i:i + 4], "little") for i in range(0, 16, 4))
-    if magic != TOKENIZER_MAGIC or version != TOKENIZER_VERSION or eot >= size:
+    if magic != TOKENIZER_MAGIC or version != TOKENIZER_VERSION:
         fail(f"{path}: not a tokenizer: magic {magic}, version {version},"
              f" expected {TOKENIZER_MAGIC}, {TOKENIZER_VERSION}")
     tokens, at = [], HEADER
@@ -89,10 +93,12 @@ def load_tokenizer(path):
         at += 1 + length
     if at != len(data):
         fail(f"{path}: {len(data)} bytes, expected {at} for its {size} tokens")
+    if eot != size - 1:
+        fail(f"{path}: end-of-text is token {eot}, expected the last, {size - 1}")
     missing = set(range(256)) - {token[0] for token in tokens if len(token) == 1}
     if missing:
         fail(f"{path}: no token for byte {min(missing)}; expected one for each byte")
-    return tokens, eot
+    return tokens
 
 
 def train_tokenizer(texts, vocab_size):
@@ -110,79 +116,80 @@ def train_tokenizer(texts, vocab_size):
     as_themselves = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in as_themselves]
     byte_of = {chr(b): b for b in as_themselves} | {chr(0x100 + i): b for i, b in enumerate(others)}
-    vocabulary = sorted(bpe.get_vocab().items(), key=lambda item: item[1])
-    tokens = [bytes(byte_of[c] for c in text) for text, _ in vocabulary]
+    numbers = bpe.get_vocab()
+    tokens = [bytes(byte_of[c] for c in text) for text in sorted(numbers, key=numbers.get)]
     if len(tokens) != vocab_size - 1:
-        fail(f"--vocab-size {vocab_size}: the text has only {len(tokens)} different tokens to offer; give more"
-             " of it (--train-bytes), or ask for fewer")
+        fail(f"--vocab-size {vocab_size}: the text offers only {len(tokens)} tokens; expected more of it")
     return tokens
 
 
-def gpt2_tokens():
-    tiktoken = library("tiktoken", "it knows GPT-2's vocabulary")
-    try:
-        ranks = tiktoken.get_encoding("gpt2")._mergeable_ranks
-    except Exception as error:  # it downloads the vocabulary, and whatever goes wrong there goes through
-        fail(f"GPT-2's vocabulary: {error}; give a tokenizer file with --tokenizer instead")
-    return sorted(ranks, key=ranks.get)
-
-
 def make_tokenizer(args, path):
-    """Puts the tokenizer beside the shards."""
+    """Puts the tokenizer beside the shards, end-of-text as its last token."""
+    def texts(left=args.train_bytes):
+        for text in documents(args):
+            yield text
+            left -= len(text)
+            if left <= 0:
+                return
+
     if args.tokenizer == "gpt2":
-        save_tokenizer(path, gpt2_tokens())
+        tiktoken = library("tiktoken", "it knows GPT-2's vocabulary")
+        try:
+            ranks = tiktoken.get_encoding("gpt2")._mergeable_ranks
+        except Exception as error:  # it downloads the vocabulary, and whatever goes wrong there goes through
+            fail(f"GPT-2's vocabulary: {error}; give a tokenizer file with --tokenizer instead")
+        tokens = sorted(ranks, key=ranks.get)
     elif args.tokenizer == "train":
-        def texts():
-            size = 0
-            for text in documents(args):
-                size += len(text)
-                yield text
-                if size >= args.train_bytes:
-                    return
-        print(f"training a vocabulary of {args.vocab_size} on the first {args.train_bytes / 1e6:.0f} MB",
-              flush=True)
-        save_tokenizer(path, train_tokenizer(texts(), args.vocab_size))
+        print(f"training a vocabulary of {args.vocab_size} on {args.train_bytes / 1e6:.0f} MB", flush=True)
+        tokens = train_tokenizer(texts(), args.vocab_size)
     else:
-        tokens, eot = load_tokenizer(args.tokenizer)
-        if eot != len(tokens) - 1:
-            fail(f"{args.tokenizer}: end-of-text is token {eot}, expected the last, {len(tokens) - 1}")
-        save_tokenizer(path, tokens[:-1])
+        tokens = load_tokenizer(args.tokenizer)[:-1]
+    data = b"".join(bytes([len(t)]) + t for t in tokens + [b"<|endoftext|>"])
+    write_whole(path, header(TOKENIZER_MAGIC, TOKENIZER_VERSION, len(tokens) + 1, len(tokens)) + data)
 
 
 # ---- documents -----------------------------------------------------------------------------------------
 
 def jsonl_documents(path, column):
-    with (gzip.open if path.endswith(".gz") else open)(path, "rt", encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                text = json.loads(line)[column]
-            except (ValueError, KeyError, TypeError) as error:
-                fail(f"{path}: line {number}: {type(error).__name__}: {error}; expected an object with a"
-                     f" '{column}'")
-            if not isinstance(text, (str, type(None))):
-                fail(f"{path}: line {number}: '{column}' is of type {type(text).__name__}, expected a string")
-            yield text
+    with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
+        for line in file:
+            if line.strip():
+                yield json.loads(line.decode("utf-8-sig"))[column]
 
 
 def parquet_documents(path, column):
     file = library("pyarrow.parquet", "it reads parquet files").ParquetFile(path)
     if column not in file.schema_arrow.names:
-        fail(f"{path}: no column '{column}'; it has {', '.join(file.schema_arrow.names)}")
+        raise KeyError(f"no '{column}' among the columns {', '.join(file.schema_arrow.names)}")
     for batch in file.iter_batches(batch_size=1024, columns=[column]):
         yield from batch.column(0).to_pylist()
 
 
 def documents(args, first=0):
     """The texts, in order, from number `first` on."""
-    if args.input:
-        files = [(parquet_documents if path.endswith(".parquet") else jsonl_documents)(path, args.column)
-                 for path in args.input]
-        return itertools.islice((text or "" for text in itertools.chain.from_iterable(files)), first, None)
+    def of_file(path):
+        parquet, number = path.endswith(".parquet"), 1
+        try:
+            for text in (parquet_documents if parquet else jsonl_documents)(path, args.column):
+                if not isinstance(text, (str, type(None))):
+                    raise TypeError(f"'{args.column}' is of type {type(text).__name__}")
+                yield text or ""
+                number += 1
+        except Exception as error:  # a broken file, or one of another kind: its reader knows how to put it
+            what = f"document {number}: {type(error).__name__}: {error}"
+            with open(path, "rb") as file:
+                if file.read(24).startswith(b"version https://git-lfs"):
+                    what = "a pointer of Git LFS (git lfs pull fetches the file)"
+            fail(f"{path}: {what}; expected {'parquet' if parquet else 'JSON Lines'} with text in UTF-8 as"
+                 f" '{args.column}'")
 
+    if args.input:
+        return itertools.islice(itertools.chain.from_iterable(map(of_file, args.input)), first, None)
     datasets = library("datasets", "it downloads the dataset")
-    rows = datasets.load_dataset("HuggingFaceFW/fineweb-edu", name="sample-10BT", split="train")
+    try:
+        rows = datasets.load_dataset("HuggingFaceFW/fineweb-edu", name="sample-10BT", split="train")
+    except Exception as error:  # whatever goes wrong on the network goes through
+        fail(f"HuggingFaceFW/fineweb-edu: {error}; give files of your own with --input instead")
     return (row["text"] for row in rows.select_columns(["text"]).select(range(first, len(rows))))
 
 
@@ -204,9 +211,12 @@ def batches(texts, size):
 def start_worker(path):
     global encoding, end_of_text
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process, which ends this one
+    # If the main process is killed, this one ends too.
+    threading.Thread(target=lambda: os._exit(multiprocessing.parent_process().join() or 1), daemon=True).start()
     import tiktoken
-    tokens, end_of_text = load_tokenizer(path)
-    ranks = {token: number for number, token in enumerate(tokens) if number != end_of_text}
+    *tokens, _ = load_tokenizer(path)
+    ranks = {token: number for number, token in enumerate(tokens)}
+    end_of_text = len(tokens)
     encoding = tiktoken.Encoding("shards", pat_str=GPT2_WORDS, mergeable_ranks=ranks, special_tokens={})
 
 
@@ -226,15 +236,23 @@ def encode_batch(texts, val, test):
     return result
 
 
-def in_order(pool, jobs, most):
-    """Results of jobs in their order, at most `most` of them under way: the documents do not fit in memory."""
-    waiting = collections.deque()
-    for job in jobs:
-        waiting.append(pool.apply_async(encode_batch, job))
-        if len(waiting) >= most:
-            yield waiting.popleft().get()
-    while waiting:
-        yield waiting.popleft().get()
+def in_order(jobs, workers, tokenizer):
+    """Results of jobs in their order, a few of them under way: the documents do not fit in memory."""
+    waiting, processes = collections.deque(), set()
+    with ProcessPoolExecutor(workers, initializer=start_worker, initargs=(tokenizer,)) as pool:
+        try:
+            for job in jobs:
+                waiting.append(pool.submit(encode_batch, *job))
+                processes.update(multiprocessing.active_children())
+                if len(waiting) >= 4 * workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BrokenProcessPool:
+            pool.shutdown()  # ends the other workers, by SIGTERM
+            died = " and ".join(str(p.pid) for p in processes if p.exitcode != -signal.SIGTERM)
+            fail(f"worker process {died} was killed; expected memory for {workers} of them (see --workers); the"
+                 " same command goes on from the last saved state")
 
 
 # ---- shards --------------------------------------------------------------------------------------------
@@ -248,6 +266,7 @@ class Writer:
 
     def __init__(self, folder, name, shard_tokens, settings):
         self.folder, self.name, self.shard_tokens = folder, name, shard_tokens
+        self.lock = lock(os.path.join(folder, f".{name}.lock"))
         self.state_path = os.path.join(folder, name + "_state.json")
         self.state = dict(settings=settings, rows=0, done=False,
                           splits={s: dict(documents=0, bytes=0, tokens=0, shards=0, part=0) for s in SPLITS})
@@ -259,10 +278,9 @@ class Writer:
                     fail(f"{self.state_path}: an earlier run had {key} {self.state['settings'].get(key)}, now"
                          f" it is {value}; expected the same, or another --out")
         else:
-            present = [f for f in os.listdir(folder) if any(f.startswith(f"{name}_{s}_") for s in SPLITS)]
+            present = [f for f in os.listdir(folder) if f.startswith(tuple(f"{name}_{s}_" for s in SPLITS))]
             if present:
-                fail(f"{folder}/{present[0]}: already there; remove the old shards, or choose another --out or"
-                     " --name")
+                fail(f"{folder}/{present[0]}: already there; remove old shards, or choose another --name")
         self.files = {}
         for split in SPLITS:
             self.go_on(split)
@@ -271,26 +289,27 @@ class Writer:
     def tokens(self):
         return sum(split["tokens"] for split in self.state["splits"].values())
 
-    def path(self, split):
-        return os.path.join(self.folder, f"{self.name}_{split}_{self.state['splits'][split]['shards']:06d}.bin")
+    def path(self, split, later=0):
+        number = self.state["splits"][split]["shards"] + later
+        return os.path.join(self.folder, f"{self.name}_{split}_{number:06d}.bin")
 
     def go_on(self, split):
         """Opens the unfinished shard as it was when the state was saved."""
         part, path = self.state["splits"][split]["part"], self.path(split)
         if os.path.exists(path):  # it was finished after that: unfinished again
             os.replace(path, path + ".part")
-        for number in range(self.state["splits"][split]["shards"] + (part > 0), 10 ** 6):  # begun after that
-            later = os.path.join(self.folder, f"{self.name}_{split}_{number:06d}.bin")
-            found = [p for p in (later, later + ".part") if os.path.exists(p)]
-            if not found:
+        for number in itertools.count(part > 0):  # begun after that
+            later = self.path(split, number)
+            later = [p for p in (later, later + ".part") if os.path.exists(p)]
+            if not later:
                 break
-            for p in found:
+            for p in later:
                 os.remove(p)
         if part == 0:
             return
         size = HEADER + 2 * part
-        if not os.path.exists(path + ".part") or os.path.getsize(path + ".part") < size:
-            fail(f"{path}.part: missing or shorter than {size} bytes; remove the folder and start again")
+        if os.path.getsize(path + ".part") < size:
+            fail(f"{path}.part: shorter than {size} bytes; remove the folder and start again")
         self.files[split] = open(path + ".part", "r+b")
         self.files[split].truncate(size)
         self.files[split].seek(size)
@@ -334,73 +353,52 @@ class Writer:
 # ---- main ----------------------------------------------------------------------------------------------
 
 def parse_args():
-    def count(text):
-        value = int(text.replace("_", ""))
-        if value < 0:
-            raise ValueError
-        return value
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--out", required=True, metavar="DIR", help="folder of the shards")
-    parser.add_argument("--name", default="fineweb_edu",
-                        help="shards are called NAME_train_000000.bin and so on")
     parser.add_argument("--input", nargs="+", metavar="FILE",
                         help="parquet, jsonl or jsonl.gz files instead of the dataset")
-    parser.add_argument("--column", default="text", help="where the text is in them")
-    parser.add_argument("--tokenizer", default="gpt2", metavar="gpt2|train|FILE",
-                        help="train: a new vocabulary, from the text")
-    parser.add_argument("--vocab-size", type=count, default=32768, metavar="N",
-                        help="of a new vocabulary, end-of-text included")
-    parser.add_argument("--train-bytes", type=count, default=1_000_000_000, metavar="N",
-                        help="bytes of text that a new vocabulary is trained on")
-    parser.add_argument("--val", type=count, default=1, metavar="P", help="percent of the documents")
-    parser.add_argument("--test", type=count, default=1, metavar="P", help="percent of the documents")
-    parser.add_argument("--shard-tokens", type=count, default=100_000_000, metavar="N",
-                        help="tokens in a shard at most, unless one document alone is longer")
-    parser.add_argument("--max-tokens", type=count, default=0, metavar="N",
-                        help="stop after about so many; 0: all there is")
-    parser.add_argument("--workers", type=count, default=os.cpu_count(), metavar="N",
-                        help="processes that tokenize")
-    parser.add_argument("--save-every", type=float, default=30, metavar="S",
-                        help="seconds of work that an interrupted run loses at most")
+    flags = [("name", "fineweb_edu", None, "shards are called NAME_train_000000.bin and so on"),
+             ("column", "text", None, "where the text is in the files"),
+             ("tokenizer", "gpt2", None, "gpt2, train (a new vocabulary, from the text) or a tokenizer file"),
+             ("vocab-size", 32768, (258, 65536), "of a new vocabulary, end-of-text included"),
+             ("train-bytes", 10 ** 9, (1, 10 ** 12), "bytes of text that a new vocabulary is trained on"),
+             ("val", 1, (0, 100), "percent of the documents"),
+             ("test", 1, (0, 100), "percent of the documents"),
+             ("shard-tokens", 10 ** 8, (1, 2 ** 31 - 1), "tokens in a shard; a longer document has its own"),
+             ("max-tokens", 0, (0, 10 ** 15), "stop after about so many; 0: all there is"),
+             ("workers", os.cpu_count(), (1, 1024), "processes that tokenize"),
+             ("save-every", 10.0, (0, 10 ** 9), "seconds of work that an interrupted run loses at most")]
+    for flag, value, _, text in flags:
+        parser.add_argument("--" + flag, default=value, type=type(value), help=text)
     args = parser.parse_args()
+    for flag, _, allowed, _ in flags:
+        given = getattr(args, flag.replace("-", "_"))
+        if allowed and not allowed[0] <= given <= allowed[1]:
+            parser.error(f"--{flag}: got {given}, expected {allowed[0]} to {allowed[1]}")
     if args.tokenizer not in ("gpt2", "train") and not os.access(args.tokenizer, os.R_OK):
         parser.error(f"--tokenizer: got {args.tokenizer}, expected gpt2, train or a file that can be read")
     if args.val + args.test > 100:
         parser.error(f"--val and --test: {args.val} + {args.test} percent, expected 100 at most")
-    if not 1 <= args.shard_tokens < 2 ** 31 or args.workers < 1:
-        parser.error("--shard-tokens: expected 1 to 2147483647; --workers: 1 or more")
-    if not 257 < args.vocab_size <= 65536:
-        parser.error(f"--vocab-size: got {args.vocab_size}, expected 258 to 65536")
     return args
 
 
 def tokenize(args, writer, tokenizer):
     """The run itself, from where the writer's state is to the end of the input."""
-    start = printed = saved = time.time()
-    before = writer.tokens()
-    pool = multiprocessing.Pool(args.workers, start_worker, (tokenizer,))
-    try:
-        texts = documents(args, writer.state["rows"])
-        jobs = ((batch, args.val, args.test) for batch in batches(texts, 1 << 18))
-        for batch in in_order(pool, jobs, 4 * args.workers):
-            for split, text_bytes, tokens in batch:
-                writer.add(SPLITS[split], text_bytes, tokens)
-            now, total = time.time(), writer.tokens()
-            if now - saved > args.save_every:
-                writer.save()
-                saved = now
-            if now - printed > 5:
-                print(f"{writer.state['rows']:>10} documents | {total / 1e6:9.1f}M tokens |"
-                      f" {(total - before) / (now - start) / 1e6:.2f}M tokens/s", flush=True)
-                printed = now
-            if args.max_tokens and total >= args.max_tokens:
-                break
-    finally:
-        # Not terminate(), which `with` would call: where tasks are still under way it can wait for ever for a
-        # lock of the queue that a worker holds.
-        pool.close()
-        pool.join()
+    saved, before = time.time(), writer.tokens()
+    texts = documents(args, writer.state["rows"])
+    jobs = ((batch, args.val, args.test) for batch in batches(texts, 1 << 18))
+    for batch in in_order(jobs, args.workers, tokenizer):
+        for split, text_bytes, tokens in batch:
+            writer.add(SPLITS[split], text_bytes, tokens)
+        seconds, total = time.time() - saved, writer.tokens()
+        if seconds > args.save_every:
+            writer.save()
+            print(f"{writer.state['rows']:>10} documents | {total / 1e6:9.1f}M tokens |"
+                  f" {(total - before) / seconds / 1e6:.2f}M tokens/s", flush=True)
+            saved, before = time.time(), total
+        if args.max_tokens and total >= args.max_tokens:
+            break
     if writer.tokens() == 0:
         fail("no document in the input")
     for split in SPLITS:
@@ -413,10 +411,8 @@ def main():
     args = parse_args()
     library("tiktoken", "it tokenizes"), library("numpy", "it holds the tokens")
     for path in args.input or []:
-        if not os.access(path, os.R_OK):
+        if not os.access(path, os.R_OK):  # better now than after an hour
             fail(f"{path}: no such file, or not readable")
-        if not path.endswith((".parquet", ".jsonl", ".jsonl.gz")):
-            fail(f"{path}: expected a name that ends in .parquet, .jsonl or .jsonl.gz")
     os.makedirs(args.out, exist_ok=True)
     keys = ("input", "column", "tokenizer", "vocab_size", "train_bytes", "val", "test", "shard_tokens",
             "max_tokens")
@@ -427,7 +423,7 @@ def main():
     tokenizer = os.path.join(args.out, args.name + "_tokenizer.bin")
     if not state["rows"] or not os.path.exists(tokenizer):
         make_tokenizer(args, tokenizer)
-    vocabulary = len(load_tokenizer(tokenizer)[0])
+    vocabulary = len(load_tokenizer(tokenizer))
     if not state["done"]:
         tokenize(args, writer, tokenizer)
     for name, split in state["splits"].items():
@@ -443,3 +439,5 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from the last saved state", file=sys.stderr)
         sys.exit(130)
+    except OSError as error:  # a full disk, a folder that may not be written
+        fail(f"{error.filename or 'a file of --out'}: {error.strerror or error}")

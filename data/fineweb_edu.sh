@@ -81,6 +81,11 @@ fi
 command -v curl >/dev/null || fail "curl: not found; it does the downloading"
 export URL RETRIES FOLDER=${2:-$(dirname "$0")/fineweb_edu} FINEWEB_EDU_URL=$URL
 mkdir -p "$FOLDER" || exit 1
+# Two runs would mix in one .part. The lock (where there is flock) ends with the last process that holds it.
+if command -v flock >/dev/null; then
+  exec 9>"$FOLDER/.lock" && flock -n -E 99 9
+  [ $? -ne 99 ] || fail "$FOLDER: in use by another run of this script"
+fi
 
 # Validation first: it is useful with any number of training shards.
 shards() {

@@ -16,7 +16,7 @@
 #include <dirent.h>
 
 #include "../dev/common/check.h"      // fatal, format, parse_count
-#include "../dev/common/files.h"      // OutFile
+#include "../dev/common/files.h"      // OutFile, make_folders, lock_folder
 #include "../dev/common/shards.h"     // SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER
 #include "../dev/common/tokenizer.h"  // Tokenizer
 #include "sha256.h"                   // sha256_prefix
@@ -278,14 +278,6 @@ std::vector<std::string> shards_in(const std::string& folder, const std::string&
   closedir(dir);
   return found;
 }
-void make_folder(const std::string& path) {
-  for (size_t slash = path.find('/', 1);; slash = path.find('/', slash + 1)) {
-    const std::string part = path.substr(0, slash);
-    if (mkdir(part.c_str(), 0777) != 0 && errno != EEXIST)
-      fatal(EXIT_ERROR, "%s", file_error(part, "make").c_str());
-    if (slash == std::string::npos) return;
-  }
-}
 
 // ---- main ----------------------------------------------------------------------------------------------
 int main(int argc, char** argv) {
@@ -295,13 +287,13 @@ int main(int argc, char** argv) {
   for (const std::string& file : s.files)  // better now than after an hour
     if (file != "-" && access(file.c_str(), R_OK) != 0)
       fatal(EXIT_ERROR, "%s", file_error(file, "read").c_str());
-  make_folder(s.out);
+  const std::string hidden = s.out + "/." + s.name + ".unfinished";
+  make_folders(hidden);
+  lock_folder(hidden);
   const std::vector<std::string> present = shards_in(s.out, s.name);
   if (!present.empty())
     fatal(EXIT_ERROR, "%s/%s: already there; remove the old shards, or choose another --out or --name",
           s.out.c_str(), present[0].c_str());
-  const std::string hidden = s.out + "/." + s.name + ".unfinished";
-  make_folder(hidden);
   for (const std::string& file : shards_in(hidden, s.name)) unlink((hidden + "/" + file).c_str());
 
   Split splits[3];
@@ -351,6 +343,7 @@ int main(int argc, char** argv) {
       const std::string to = s.out + from.substr(hidden.size());
       if (rename(from.c_str(), to.c_str()) != 0) fatal(EXIT_ERROR, "%s", file_error(to, "rename").c_str());
     }
+  unlink((hidden + "/lock").c_str());
   rmdir(hidden.c_str());
   OutFile::sync_folder(s.out + "/");
 

@@ -1,8 +1,9 @@
-// files.h - reading at any offset, and writing a file that appears complete or not at all.
+// files.h - reading at any offset, writing a file that appears whole or not at all, a folder for one run alone.
 #pragma once
 #include <utility>
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -142,3 +143,43 @@ struct OutFile {
     fatal(EXIT_ERROR, "%s", message.c_str());
   }
 };
+
+// ---- folders -------------------------------------------------------------------------------------------
+inline bool is_folder(const std::string& path) {
+  struct stat info;
+  return stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
+}
+
+// Creates the folder and those above it, where they are missing.
+inline void make_folders(const std::string& path) {
+  for (size_t slash = path.find('/', 1);; slash = path.find('/', slash + 1)) {
+    const std::string part = path.substr(0, slash);
+    if (mkdir(part.c_str(), 0777) != 0 && !is_folder(part))
+      fatal(EXIT_ERROR, "%s", file_error(part, "create the folder").c_str());
+    if (slash == std::string::npos) return;
+  }
+}
+
+// ---- one run a folder ----------------------------------------------------------------------------------
+// Holds the folder for this process, or ends the program if another has it. The kernel drops the lock when the
+// process ends, however it ends: a killed run leaves nothing to clean up.
+inline void lock_folder(const std::string& folder) {
+  const std::string path = folder + "/lock";
+  const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);  // stays open until the process ends
+  if (fd < 0) fatal(EXIT_ERROR, "%s", file_error(path, "open").c_str());
+  if (flock(fd, LOCK_EX | LOCK_NB) == 0) {
+    const std::string owner = format("%ld\n", long(getpid()));
+    if (ftruncate(fd, 0) != 0 || write(fd, owner.data(), owner.size()) < 0)
+      fatal(EXIT_ERROR, "%s", file_error(path, "write").c_str());
+    return;
+  }
+  if (errno != EWOULDBLOCK) {  // a file system without locks
+    fprintf(stderr, "warning: %s; start no second run there\n", file_error(path, "lock").c_str());
+    return;
+  }
+  char owner[32] = {};
+  const ssize_t n = read(fd, owner, sizeof(owner) - 1);
+  while (n > 0 && strlen(owner) > 0 && owner[strlen(owner) - 1] == '\n') owner[strlen(owner) - 1] = '\0';
+  fatal(EXIT_ERROR, "%s: in use by another run (process %s); expected a folder of this run's own, see --out",
+        folder.c_str(), n > 0 ? owner : "unknown");
+}
