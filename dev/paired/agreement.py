@@ -4,10 +4,10 @@
     python3 dev/paired/agreement.py nanogpt CHECKOUT    github.com/tokenbender/nanogpt-attnres-repro
     python3 dev/paired/agreement.py fla CHECKOUT        github.com/fla-org/flash-linear-attention
 
-CHECKOUT is a folder that the reader has cloned. Weights, queries and gains are random, so that every source counts.
-nanogpt: block, in double; which sources a sublayer reads, all reads and the output read are theirs, attention and
-feed-forward are ours. fla: every read of block and of rd is theirs (naive_attnres, which computes in float32).
-Exit status 1 if the logits differ by more than rounding. Needs torch; fla needs einops.
+CHECKOUT is a folder that the reader has cloned. Weights, queries and gains are random, so that every source
+counts. nanogpt: block, in double; which sources a sublayer reads, all reads and the output read are theirs,
+attention and feed-forward are ours. fla: every read of block and of rd is theirs (naive_attnres, which computes
+in float32). Exit status 1 if the logits differ by more than rounding. Needs torch; fla needs einops.
 """
 
 import importlib.util
@@ -62,7 +62,8 @@ def nanogpt_logits(checkout, model, tokens):
 def fla_logits(checkout, model, tokens):
     theirs = load(os.path.join(checkout, "fla", "ops", "attnres", "naive.py"))
     ours = rdattnres.read
-    rdattnres.read = lambda sources, query, gain: theirs.naive_attnres(query, sources, gain, rms_eps=rdattnres.EPS)
+    eps = rdattnres.EPS
+    rdattnres.read = lambda sources, query, gain: theirs.naive_attnres(query, sources, gain, rms_eps=eps)
     try:
         return model(tokens)
     finally:

@@ -21,41 +21,17 @@ import random
 import statistics
 import sys
 
-from study import (
-    ARMS,
-    BASELINE,
-    PROPOSAL,
-    Study,
-    StudyError,
-    check_against_study,
-    check_comparable,
-    is_number,
-    read_notes,
-    read_summaries,
-    state_of,
-    without_folders,
-)
+from study import (ARMS, BASELINE, PROPOSAL, Study, StudyError, check_against_study, check_comparable,
+                   is_number, read_notes, read_summaries, state_of, step_tokens, without_folders)
 
 # The numbers of the paper (arXiv 2608.01075) that a study is held against: validation NLL of rd minus block at
 # 2.0B tokens. The values of single seeds are read off its figure, each to +-0.0005; means and perplexity
 # changes are the ones it states.
 PAPER = [
-    {
-        "label": "paper, S (119.8M)",
-        "tokens": 2.0e9,
-        "mean": -0.0301,
-        "perplexity": -2.97,
-        "js": 0.218,
-        "seeds": [-0.0269, -0.0291, -0.0293, -0.0301, -0.0351],
-    },
-    {
-        "label": "paper, M (343.0M)",
-        "tokens": 2.0e9,
-        "mean": -0.0247,
-        "perplexity": -2.43,
-        "js": 0.215,
-        "seeds": [-0.0120, -0.0181, -0.0211, -0.0293, -0.0430],
-    },
+    {"label": "paper, S (119.8M)", "tokens": 2.0e9, "mean": -0.0301, "perplexity": -2.97, "js": 0.218,
+     "seeds": [-0.0269, -0.0291, -0.0293, -0.0301, -0.0351]},
+    {"label": "paper, M (343.0M)", "tokens": 2.0e9, "mean": -0.0247, "perplexity": -2.43, "js": 0.215,
+     "seeds": [-0.0120, -0.0181, -0.0211, -0.0293, -0.0430]},
 ]
 
 
@@ -66,19 +42,16 @@ def incomplete_beta(a, b, x):
         return 0.0 if x <= 0.0 else 1.0
     if x > (a + 1) / (a + b + 2):  # the fraction converges fast only on this side
         return 1.0 - incomplete_beta(b, a, 1.0 - x)
-    front = (
-        math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x))
-        / a
-    )
+    log_beta = math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
+    front = math.exp(a * math.log(x) + b * math.log1p(-x) - log_beta) / a
     tiny = 1e-300
     c, d = 1.0, 1.0 - (a + b) * x / (a + 1)
     d = 1.0 / (d if abs(d) > tiny else tiny)
     fraction = d
     for m in range(1, 1000):
-        for term in (
-            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
-            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
-        ):
+        even = m * (b - m) / ((a + 2 * m - 1) * (a + 2 * m))
+        odd = (a + m) * (a + b + m) / ((a + 2 * m) * (a + 2 * m + 1))
+        for term in (even * x, -odd * x):
             d = 1.0 + term * d
             d = 1.0 / (d if abs(d) > tiny else tiny)
             c = 1.0 + term / c
@@ -153,6 +126,13 @@ def sign_test(lower, higher):
     return min(1.0, 2.0 * sum(math.comb(n, i) for i in range(k + 1)) / 2.0**n)
 
 
+def rank_correlation(a, b):
+    """Spearman's, of two lists of two values or more without ties."""
+    n = len(a)
+    first, second = ({i: rank for rank, i in enumerate(sorted(range(n), key=x.__getitem__))} for x in (a, b))
+    return 1 - 6 * sum((first[i] - second[i])**2 for i in range(n)) / (n * (n * n - 1))
+
+
 class Comparison:
     """Paired differences arm minus base, from {seed: value}; a value may be None (not there) or "diverged"."""
 
@@ -189,7 +169,7 @@ class Comparison:
 def bins(points, most=120):
     """At most so many (tokens, mean loss) points from a run's steps, each the mean over a stretch of steps."""
     width = max(1, math.ceil(len(points) / most))
-    parts = [points[i : i + width] for i in range(0, len(points), width)]
+    parts = [points[i:i + width] for i in range(0, len(points), width)]
     return [[part[-1][0], statistics.fmean(loss for _, loss in part)] for part in parts]
 
 
@@ -198,15 +178,9 @@ def summarise(state, log):
     steps = [log.steps[s] for s in sorted(log.steps)]
     numbers = [e for e in steps if is_number(e.get("loss"))]
     summary = {
-        "state": state,
-        "diverged_at": log.diverged_at,
-        "step": log.last_step(),
-        "config": without_folders(log.config or {}),
-        "first_loss": log.first_loss(),
-        "train": bins([(e["tokens"], e["loss"]) for e in numbers]),
-        "val": {},
-        "routes": None,
-        "js": [],
+        "state": state, "diverged_at": log.diverged_at, "step": log.last_step(),
+        "config": without_folders(log.config or {}), "first_loss": log.first_loss(),
+        "train": bins([(e["tokens"], e["loss"]) for e in numbers]), "val": {}, "routes": None, "js": []
     }
     for split, step in sorted(log.val):
         event = log.val[(split, step)]
@@ -218,14 +192,7 @@ def summarise(state, log):
             summary["js"].append([step, event["tokens"], event["js_nats"]])
             summary["routes"] = {k: event[k] for k in ("step", "qk", "v", "js_nats", "js_bits")}
     settled = [e for e in steps[1:] if is_number(e.get("tok_s"))]  # the first step also warms up
-    speed = (
-        {
-            "tok_s": statistics.median(e["tok_s"] for e in settled),
-            "ms": statistics.median(e["ms"] for e in settled),
-        }
-        if settled
-        else {}
-    )
+    speed = {key: statistics.median(e[key] for e in settled) for key in ("tok_s", "ms") if settled}
     return summary, speed
 
 
@@ -245,12 +212,9 @@ def collect(study, root, results):
         write_json(os.path.join(results, "summaries", run.name + ".json"), summary)
         attempts = read_notes(root, run, "attempts")
         if attempts:
-            speed.update(
-                peak_bytes=max(a["peak_bytes"] for a in attempts),
-                attempts=len(attempts),
-                seconds=round(sum(a["seconds"] for a in attempts), 1),
-                jobs=max(a["jobs"] for a in attempts),
-            )
+            seconds = round(sum(a["seconds"] for a in attempts), 1)
+            speed.update(peak_bytes=max(a["peak_bytes"] for a in attempts), attempts=len(attempts),
+                         seconds=seconds, jobs=max(a["jobs"] for a in attempts))
         speeds[run.name] = speed
     write_text(os.path.join(results, "study.json"), study.source)
     write_json(os.path.join(results, "speed.json"), speeds)
@@ -336,6 +300,28 @@ class Results:
     def label(self, size):
         return self.study.sizes[size].get("label", size)
 
+    def routes(self, size):
+        """Mean weights of the proposal's finished runs: (names of the sources, {seed: (QK, V)}), each by layer
+        and source, None where a layer cannot read the source. The partial is the last source."""
+        runs = [r for r in self.runs(size, PROPOSAL) if self.state(r) == "finished"]
+        routes = {r.seed: self.summaries[r.name]["routes"] for r in runs}
+        routes = {seed: (found["qk"], found["v"]) for seed, found in routes.items() if found and found["v"]}
+        if not routes:
+            return [], {}
+        layers = len(next(iter(routes.values()))[0])
+        block = int(self.summaries[runs[0].name]["config"].get("block_size", 2))
+        names = ["embedding"] + ["block %d" % (i + 1) for i in range((2 * layers - 2) // block)]
+        names += ["partial"] if any(2 * l % block for l in range(layers)) else []
+
+        def cells(rows):
+            found = [[None] * len(names) for _ in rows]
+            for l, row in enumerate(rows):
+                for j, p in enumerate(row):
+                    found[l][-1 if 2 * l % block and j == len(row) - 1 else j] = p
+            return found
+
+        return names, {seed: (cells(qk), cells(v)) for seed, (qk, v) in routes.items()}
+
     def js(self, size):
         """{seed: JS per layer in nats} of the proposal's runs, at their last validation."""
         found = {}
@@ -371,11 +357,9 @@ def tokens_text(n):
 
 
 def table(head, rows):
-    lines = [
-        "| " + " | ".join(head) + " |",
-        "|" + "|".join("---" if i == 0 else "---:" for i in range(len(head))) + "|",
-    ]
-    return lines + ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows] + [""]
+    rule = "|".join(["---"] + ["---:"] * (len(head) - 1))
+    lines = ["| " + " | ".join(map(str, row)) + " |" for row in [head] + rows]
+    return lines[:1] + ["|" + rule + "|"] + lines[1:] + [""]
 
 
 def verdict(c, arm=PROPOSAL, base=BASELINE):
@@ -384,47 +368,24 @@ def verdict(c, arm=PROPOSAL, base=BASELINE):
     if c.t is None:
         return "one pair only (%s nats): no interval, no conclusion" % signed(c.mean)
     change = "%s − %s = %s nats (95%% interval %s, %d pairs, %d lower and %d higher, sign test p = %s)" % (
-        arm,
-        base,
-        signed(c.mean),
-        interval(c.t),
-        c.n,
-        c.lower,
-        c.higher,
-        p_value(c.p),
-    )
+        arm, base, signed(c.mean), interval(c.t), c.n, c.lower, c.higher, p_value(c.p))
     if c.t[1] < 0:
         return change + ": " + arm + " is better, beyond the spread of the seeds"
     if c.t[0] > 0:
         return change + ": " + arm + " is worse, beyond the spread of the seeds"
-    return change + ": not told apart from no difference"
+    return change + ": not told apart, which is not to say that they are equal"
 
 
 def comparison_row(head, tokens, c):
-    return [
-        head,
-        tokens,
-        c.n,
-        signed(c.mean),
-        interval(c.t),
-        interval(c.bootstrap),
-        "%d : %d" % (c.lower, c.higher),
-        p_value(c.p),
-        "–" if c.n == 0 else signed(c.perplexity(), 2) + "%",
-    ]
+    change = "–" if c.n == 0 else signed(c.perplexity(), 2) + "%"
+    return [head, tokens, c.n, signed(c.mean), interval(c.t), interval(c.bootstrap),
+            "%d : %d" % (c.lower, c.higher), p_value(c.p), change]
 
 
-COMPARISON_HEAD = [
-    "",
-    "tokens",
-    "pairs",
-    "mean (nats)",
-    "95% t interval",
-    "95% bootstrap",
-    "lower : higher",
-    "sign test p",
-    "perplexity",
-]
+REASONS = {"arm": PROPOSAL + " diverged", "base": BASELINE + " diverged", "both": "both diverged",
+           "missing": "missing"}
+COMPARISON_HEAD = ["", "tokens", "pairs", "mean (nats)", "95% t interval", "95% bootstrap", "lower : higher",
+                   "sign test p", "perplexity"]
 
 
 def report(results):
@@ -434,19 +395,17 @@ def report(results):
     out = ["# The study `%s`" % study.name, ""]
     out += [study.about, ""] if study.about else []
     out += [
-        "Differences are %s minus %s (or the named arm minus %s) in validation loss, nats a token, between "
+        "Differences are %s minus %s (or the named arm minus %s) in validation loss, nats per token, between "
         "runs of one seed: same weights at the start, same batches, same schedule. Negative: the first is "
-        "better." % (PROPOSAL, BASELINE, BASELINE),
-        "",
+        "better." % (PROPOSAL, BASELINE, BASELINE), ""
     ]
 
     out += ["## In short", ""]
     for size in sizes:
         steps = study.milestone_steps[size] or [results.last_step(size)]
         final = results.compare(size, PROPOSAL, BASELINE, steps[-1])
-        out.append(
-            "- %s, %s tokens: %s." % (results.label(size), tokens_at(results, size, steps[-1]), verdict(final))
-        )
+        out.append("- %s, %s tokens: %s." %
+                   (results.label(size), tokens_at(results, size, steps[-1]), verdict(final)))
     out.append("")
     out += runs_section(results, sizes)
 
@@ -454,13 +413,8 @@ def report(results):
     rows = []
     for size in sizes:
         for step in study.milestone_steps[size]:
-            rows.append(
-                comparison_row(
-                    results.label(size),
-                    tokens_at(results, size, step),
-                    results.compare(size, PROPOSAL, BASELINE, step),
-                )
-            )
+            c = results.compare(size, PROPOSAL, BASELINE, step)
+            rows.append(comparison_row(results.label(size), tokens_at(results, size, step), c))
     for paper in PAPER:
         c = Comparison(dict(enumerate(paper["seeds"])), dict.fromkeys(range(len(paper["seeds"])), 0.0))
         row = comparison_row(paper["label"], tokens_text(paper["tokens"]), c)
@@ -470,9 +424,8 @@ def report(results):
     out += [
         "The paper's means and perplexity changes are the ones it states; its intervals and signs are computed "
         "here from the ten differences read off its figure (each ±0.0005). It reports 10 of 10 pairs lower: "
-        "sign test p = %s. With five pairs no sign test can go below p = %s."
-        % (p_value(sign_test(10, 0)), p_value(sign_test(5, 0))),
-        "",
+        "sign test p = %s. With five pairs no sign test can go below p = %s." %
+        (p_value(sign_test(10, 0)), p_value(sign_test(5, 0))), ""
     ]
 
     out += ["### Pair by pair", ""]
@@ -481,24 +434,12 @@ def report(results):
     for size in sizes:
         for step in study.milestone_steps[size]:
             c = results.compare(size, PROPOSAL, BASELINE, step)
-            why = {
-                seed: {
-                    "arm": PROPOSAL + " diverged",
-                    "base": BASELINE + " diverged",
-                    "both": "both diverged",
-                    "missing": "missing",
-                }[reason]
-                for seed, reason in c.lost
-            }
-            rows.append(
-                [results.label(size), tokens_at(results, size, step)]
-                + [signed(c.by_seed[s]) if s in c.by_seed else why.get(s, "–") for s in seeds]
-            )
+            why = {seed: REASONS[reason] for seed, reason in c.lost}
+            rows.append([results.label(size), tokens_at(results, size, step)]
+                        + [signed(c.by_seed[s]) if s in c.by_seed else why.get(s, "–") for s in seeds])
     out += table(["", "tokens"] + ["seed %d" % s for s in seeds], rows)
-    out += table(
-        ["paper, sorted by size of the difference", "tokens"] + [""] * len(PAPER[0]["seeds"]),
-        [[p["label"], tokens_text(p["tokens"])] + [signed(v) for v in p["seeds"]] for p in PAPER],
-    )
+    out += table(["paper, sorted by size of the difference", "tokens"] + [""] * len(PAPER[0]["seeds"]),
+                 [[p["label"], tokens_text(p["tokens"])] + [signed(v) for v in p["seeds"]] for p in PAPER])
 
     out += ["## Every arm against %s" % BASELINE, ""]
     for size in sizes:
@@ -512,34 +453,20 @@ def report(results):
                 continue
             c = results.compare(size, arm, BASELINE, step)
             r = results.compare(size, PROPOSAL, arm, step)
-            rows.append(
-                row
-                + comparison_row("", "", c)[2:8]
-                + ["–" if arm == PROPOSAL else "%s (%s)" % (signed(r.mean), interval(r.t))]
-            )
+            rows.append(row + comparison_row("", "", c)[2:8]
+                        + ["–" if arm == PROPOSAL else "%s (%s)" % (signed(r.mean), interval(r.t))])
         out += ["%s, %s tokens:" % (results.label(size), tokens_at(results, size, step)), ""]
-        out += table(
-            [
-                "arm",
-                "mean loss",
-                "runs",
-                "pairs",
-                "minus " + BASELINE,
-                "95% t interval",
-                "95% bootstrap",
-                "lower : higher",
-                "sign test p",
-                PROPOSAL + " minus this arm",
-            ],
-            rows,
-        )
+        out += table([
+            "arm", "mean loss", "runs", "pairs", "minus " + BASELINE, "95% t interval", "95% bootstrap",
+            "lower : higher", "sign test p", PROPOSAL + " minus this arm"
+        ], rows)
     out += tied_lines(results, sizes)
 
-    out += gap_section(results, sizes) + js_section(results, sizes) + test_section(results, sizes)
+    out += gap_section(results, sizes) + js_section(results, sizes) + routes_section(results, sizes)
+    out += test_section(results, sizes)
 
     out += [
-        "## How it was computed",
-        "",
+        "## How it was computed", "",
         "- 95% t interval: mean ± Student's t quantile times standard deviation / √pairs. Bootstrap: "
         "percentile interval over resampled pairs, every resample counted; with so few pairs it is too "
         "narrow, and stands here only beside the other.",
@@ -551,8 +478,7 @@ def report(results):
         "the first loss (all arms compute the same function while the queries are zero).",
         "- The intervals tell the spread over seeds (weights and order of the data), for one validation set "
         "and one setting of everything else. They are not corrected for the number of comparisons in "
-        "this report.",
-        "",
+        "this report.", ""
     ]
     if study.limits:
         out += ["## Limits", ""] + ["- " + limit for limit in study.limits] + [""]
@@ -563,11 +489,8 @@ def tied_lines(results, sizes):
     """tied computes what block computes: a check of the machinery, at every validation of every pair."""
     worst, pairs = 0.0, 0
     for size in sizes:
-        compared = (
-            [results.compare(size, "tied", BASELINE, step) for step, _ in results.val_steps(size)]
-            if "tied" in results.arms(size)
-            else []
-        )
+        steps = results.val_steps(size) if "tied" in results.arms(size) else []
+        compared = [results.compare(size, "tied", BASELINE, step) for step, _ in steps]
         pairs += max([c.n for c in compared] or [0])
         worst = max([worst] + [abs(v) for c in compared for v in c.values])
     if not pairs:
@@ -575,24 +498,18 @@ def tied_lines(results, sizes):
     if worst:
         return [
             "**`tied` differs from `%s`, by up to %.3g nats, though by construction it computes the same: "
-            "something is wrong with the runs.**" % (BASELINE, worst),
-            "",
+            "something is wrong with the runs.**" % (BASELINE, worst), ""
         ]
     return [
         "`tied` computes the same as `%s` by construction; at every validation its difference is 0 in all %d "
-        "pairs." % (BASELINE, pairs),
-        "",
+        "pairs." % (BASELINE, pairs), ""
     ]
 
 
 def tokens_at(results, size, step):
-    return tokens_text(
-        dict(results.val_steps(size)).get(step) or step * step_tokens(results.study.size_flags[size])
-    )
+    tokens = dict(results.val_steps(size)).get(step)
+    return tokens_text(tokens or step * step_tokens(results.study.size_flags[size]))
 
-
-def step_tokens(flags):
-    return int(flags["total_batch"]) if "total_batch" in flags else int(flags["batch"]) * int(flags["context"])
 
 
 def runs_section(results, sizes):
@@ -602,57 +519,35 @@ def runs_section(results, sizes):
         for arm in results.arms(size):
             runs = results.runs(size, arm)
             states = [results.state(r) for r in runs]
-            rows.append(
-                [results.label(size), arm, len(runs)]
-                + [states.count(s) for s in ("finished", "diverged", "interrupted", "missing")]
-            )
+            rows.append([results.label(size), arm, len(runs)]
+                        + [states.count(s) for s in ("finished", "diverged", "interrupted", "missing")])
             for run, state in zip(runs, states):
                 if state != "finished":
                     s = results.summaries.get(run.name)
-                    unfinished.append(
-                        "- `%s`: %s%s"
-                        % (
-                            run.name,
-                            state,
-                            ""
-                            if not s
-                            else " at step %d" % (s["diverged_at"] if state == "diverged" else s["step"]),
-                        )
-                    )
+                    at = " at step %d" % (s["diverged_at"] if state == "diverged" else s["step"]) if s else ""
+                    unfinished.append("- `%s`: %s%s" % (run.name, state, at))
     out += table(["size", "arm", "planned", "finished", "diverged", "interrupted", "missing"], rows)
-    if unfinished:
-        out += [
-            "The study is not complete; what is said below holds for the pairs that are there. Not finished:",
-            "",
-        ]
-        out += unfinished + [""]
-    else:
-        out += ["All runs are finished; none was left out.", ""]
-    return out
+    if not unfinished:
+        return out + ["All runs are finished; none was left out.", ""]
+    out += ["The study is not complete; what is said below holds for the pairs that are there. Not finished:"]
+    return out + [""] + unfinished + [""]
 
 
 def gap_section(results, sizes):
     out = [
-        "## The gap along the tokens",
-        "",
-        "%s minus %s at validations along the runs: mean, and 95%% t interval." % (PROPOSAL, BASELINE),
-        "",
+        "## The gap along the tokens", "",
+        "%s minus %s at validations along the runs: mean, and 95%% t interval." % (PROPOSAL, BASELINE), ""
     ]
     for size in sizes:
         steps = [s for s in results.val_steps(size) if s[0] > 0]
-        keep = (
-            {round((i + 1) * len(steps) / 8) - 1 for i in range(8)}
-            if len(steps) > 8
-            else set(range(len(steps)))
-        )
+        most = min(8, len(steps))
         rows = []
-        for i, (step, tokens) in enumerate(steps):
+        for step, tokens in [steps[round((i + 1) * len(steps) / most) - 1] for i in range(most)]:
             c = results.compare(size, PROPOSAL, BASELINE, step)
-            if i in keep and c.n:
-                base = [v for v in results.values(size, BASELINE, step).values() if is_number(v)]
-                rows.append(
-                    [tokens_text(tokens), c.n, "%.4f" % statistics.fmean(base), signed(c.mean), interval(c.t)]
-                )
+            if c.n:
+                losses = [v for v in results.values(size, BASELINE, step).values() if is_number(v)]
+                base = "%.4f" % statistics.fmean(losses)
+                rows.append([tokens_text(tokens), c.n, base, signed(c.mean), interval(c.t)])
         if rows:
             out += [results.label(size) + ":", ""]
             out += table(["tokens", "pairs", BASELINE + " loss", "difference", "95% t interval"], rows)
@@ -661,12 +556,10 @@ def gap_section(results, sizes):
 
 def js_section(results, sizes):
     out = [
-        "## How far the two routes part",
-        "",
+        "## How far the two routes part", "",
         "Jensen-Shannon divergence between the QK route and the V route of %s, per token, averaged over the "
         "validation tokens and over seeds. Layer 0 reads one source only, so there it is 0; the mean is given "
-        "with and without it." % PROPOSAL,
-        "",
+        "with and without it." % PROPOSAL, ""
     ]
     rows = []
     for size in sizes:
@@ -674,21 +567,50 @@ def js_section(results, sizes):
         if by_seed:
             layers = [statistics.fmean(js) for js in zip(*by_seed.values())]
             means = [statistics.fmean(layers), statistics.fmean(layers[1:]) if len(layers) > 1 else 0.0]
-            rows.append(
-                [results.label(size), len(by_seed)]
-                + ["%.4f" % (m / unit) for unit in (1, math.log(2)) for m in means]
-            )
+            rows.append([results.label(size), len(by_seed)]
+                        + ["%.4f" % (m / unit) for unit in (1, math.log(2)) for m in means])
             out += ["%s, nats by layer: %s" % (results.label(size), ", ".join("%.4f" % x for x in layers)), ""]
     if not rows:
         return out + ["No finished %s run yet." % PROPOSAL, ""]
     rows += [[p["label"], len(p["seeds"])] + ["%.3f" % p["js"]] + [""] * 3 for p in PAPER]
-    out += table(
-        ["mean over layers", "runs", "nats", "nats, without layer 0", "bits", "bits, without layer 0"], rows
-    )
+    out += table(["mean over layers", "runs", "nats", "nats, without layer 0", "bits", "bits, without layer 0"],
+                 rows)
     return out + [
-        "The paper's number is entered once; whether it counts layer 0, and its unit, are not known here.",
-        "",
+        "The paper's number is entered once; whether it counts layer 0, and its unit, are not known here.", ""
     ]
+
+
+def routes_section(results, sizes):
+    """Which source V reads and QK does not, and whether the seeds agree about it."""
+    out = []
+    for size in sizes:
+        names, by_seed = results.routes(size)
+        if not by_seed:
+            continue
+        by_seed = {seed: list(zip(*pair))[1:] for seed, pair in by_seed.items()}  # [(QK, V)] by layer
+        rows = []
+        for j, name in enumerate(names):
+            weights = [(qk[j], v[j]) for layers in by_seed.values() for qk, v in layers if qk[j] is not None]
+            if weights:
+                qk, v = map(statistics.fmean, zip(*weights))
+                rows.append([name, "%.3f" % qk, "%.3f" % v, signed(v - qk, 3)])
+        out += [results.label(size) + ":", ""] + table(["source", "QK route", "V route", "V − QK"], rows)
+        words = []
+        for name, what in (("QK", lambda qk, v: qk), ("V", lambda qk, v: v), ("V − QK", lambda qk, v: v - qk)):
+            # times the number of sources: each weight beside the uniform one
+            seeds = [[what(a, b) * sum(p is not None for p in qk) for qk, v in layers
+                      for a, b in zip(qk, v) if a is not None] for layers in by_seed.values()]
+            agreement = [rank_correlation(a, b) for a, b in itertools.combinations(seeds, 2)]
+            if agreement:
+                numbers = [signed(f(agreement), 2) for f in (statistics.fmean, min, max)]
+                words.append("%s %s (%s to %s)" % (name, *numbers))
+        if words:
+            out += ["Rank correlation between two seeds, mean (lowest to highest): %s." % ", ".join(words), ""]
+    head = ["## What the routes read", "",
+            "Mean weights of %s on each source at the last validation, averaged over seeds and over the "
+            "attention layers that can read it, layer 0 left out. The correlation is Spearman's, over all "
+            "layers and sources, of the weight times the number of sources." % PROPOSAL, ""]
+    return head + out if out else []
 
 
 def test_section(results, sizes):
@@ -696,31 +618,25 @@ def test_section(results, sizes):
     for size in sizes:
         step = results.last_step(size)
         for arm in results.arms(size):
-            if arm != BASELINE:
-                c = results.compare(size, arm, BASELINE, step, "test")
-                if c.n:
-                    rows.append(
-                        comparison_row("%s, %s" % (results.label(size), arm), tokens_at(results, size, step), c)
-                    )
+            c = results.compare(size, arm, BASELINE, step, "test")
+            if arm != BASELINE and c.n:
+                head = "%s, %s" % (results.label(size), arm)
+                rows.append(comparison_row(head, tokens_at(results, size, step), c))
     if not rows:
         return []
     return [
-        "## The held-out test split",
-        "",
-        "Evaluated once, at the end of each run; nothing was chosen by it. Arm minus %s:" % BASELINE,
-        "",
+        "## The held-out test split", "",
+        "Evaluated once, at the end of each run; nothing was chosen by it. Arm minus %s:" % BASELINE, ""
     ] + table(COMPARISON_HEAD, rows)
 
 
 def speed_report(results):
     """Tokens/s and memory, as Markdown text: what was measured, not what could be."""
     out = [
-        "# The study `%s`: speed and memory" % results.study.name,
-        "",
+        "# The study `%s`: speed and memory" % results.study.name, "",
         "Medians over the runs of each run's median step, and medians of the ratios to %s of the same seed. "
         "The memory is the trainer's peak resident size as the operating system counts it (on a GPU this is "
-        "the host's side only)." % BASELINE,
-        "",
+        "the host's side only)." % BASELINE, ""
     ]
     jobs = max([s.get("jobs", 1) for s in results.speed.values()] or [1])
     out += ["Up to %d runs shared the machine, perhaps with other work; a benchmark this is not." % jobs, ""]
@@ -729,37 +645,24 @@ def speed_report(results):
         for arm in results.arms(size):
             cells = []
             for key, scale, text in (("tok_s", 1, "%.0f"), ("peak_bytes", 2.0**20, "%.1f")):
-                own = {
-                    r.seed: results.speed[r.name][key]
-                    for r in results.runs(size, arm)
-                    if results.speed.get(r.name, {}).get(key)
-                }
-                base = {
-                    r.seed: results.speed[r.name][key]
-                    for r in results.runs(size, BASELINE)
-                    if results.speed.get(r.name, {}).get(key)
-                }
+                own, base = ({r.seed: results.speed[r.name][key] for r in results.runs(size, a)
+                              if results.speed.get(r.name, {}).get(key)} for a in (arm, BASELINE))
                 ratios = [own[s] / base[s] for s in own if s in base]
-                cells += [
-                    text % (statistics.median(own.values()) / scale) if own else "–",
-                    "%.3f" % statistics.median(ratios) if ratios else "–",
-                ]
+                cells += [text % (statistics.median(own.values()) / scale) if own else "–",
+                          "%.3f" % statistics.median(ratios) if ratios else "–"]
             rows.append([arm, len([r for r in results.runs(size, arm) if r.name in results.speed])] + cells)
         out += [results.label(size) + ":", ""]
-        out += table(
-            ["arm", "runs", "tokens/s", "against " + BASELINE, "peak MiB", "against " + BASELINE], rows
-        )
+        out += table(["arm", "runs", "tokens/s", "against " + BASELINE, "peak MiB", "against " + BASELINE],
+                     rows)
     return "\n".join(out)
 
 
 # ---- main ----------------------------------------------------------------------------------------------------
 def main(argv):
-    p = argparse.ArgumentParser(
-        description="Summaries, statistics and report of a study of paired runs.", allow_abbrev=False
-    )
-    p.add_argument(
-        "study", nargs="?", help="study file; without it the report is made from the summaries alone"
-    )
+    p = argparse.ArgumentParser(description="Summaries, statistics and report of a study of paired runs.",
+                                allow_abbrev=False)
+    p.add_argument("study", nargs="?",
+                   help="study file; without it the report is made from the summaries alone")
     p.add_argument("--root", help="folder of the runs (default runs/paired/<name of the study>)")
     p.add_argument("--results", required=True, help="folder for summaries and report")
     options = p.parse_args(argv)
@@ -777,10 +680,8 @@ def main(argv):
         print("error: %s" % e, file=sys.stderr)
         return 1
     finished = sum(results.state(r) == "finished" for r in results.study.runs)
-    print(
-        "%s: %d of %d runs finished"
-        % (os.path.join(options.results, "report.md"), finished, len(results.study.runs))
-    )
+    print("%s: %d of %d runs finished" %
+          (os.path.join(options.results, "report.md"), finished, len(results.study.runs)))
     return 0
 
 

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """plot.py - the pictures of a study, from the summaries that analyse.py wrote.
 
-    python3 dev/paired/plot.py --results DIR [--if-possible]
+    python3 dev/paired/plot.py --results DIR [--beside DIR] [--if-possible]
 
 writes into DIR/pictures, each as PNG and SVG:
     loss      validation loss against tokens, all arms, with the band of the seeds
     pairs     paired differences rd - block, seed by seed, with mean and 95% interval, beside the paper's
     gap       every arm minus block along the tokens; rd with its pairs and 95% band
+    beside_*  the same gap of rd, beside that of another study (--beside)
     routes_*  depth routes of rd, one picture a size: layer by source, QK beside V
     js        Jensen-Shannon divergence between the two routes, by layer
 
@@ -25,31 +26,16 @@ from analyse import PAPER, Comparison, Results, signed, tokens_text
 from study import ARMS, BASELINE, PROPOSAL, StudyError, is_number
 
 LOOKS = {  # arm: colour, dash, marker
-    "residual": ("#666666", (0, (5, 2)), "s"),
-    "block": ("#0072B2", "-", "o"),
-    "rd": ("#D55E00", "-", "D"),
-    "tied": ("#56B4E9", (0, (1, 1.5)), "x"),
-    "average": ("#009E73", (0, (6, 2, 1, 2)), "^"),
-    "frozen-v": ("#CC79A7", (0, (3, 1.5)), "v"),
+    "residual": ("#666666", (0, (5, 2)), "s"), "block": ("#0072B2", "-", "o"), "rd": ("#D55E00", "-", "D"),
+    "tied": ("#56B4E9", (0, (1, 1.5)), "x"), "average": ("#009E73", (0, (6, 2, 1, 2)), "^"),
+    "frozen-v": ("#CC79A7", (0, (3, 1.5)), "v")
 }
 STYLE = {
-    "figure.dpi": 100,
-    "savefig.dpi": 160,
-    "font.size": 10,
-    "axes.titlesize": 10.5,
-    "axes.labelsize": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#dddddd",
-    "grid.linewidth": 0.6,
-    "axes.axisbelow": True,
-    "legend.frameon": False,
-    "figure.constrained_layout.use": True,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "rdattnres",
-    "axes.edgecolor": "#444444",
-    "lines.linewidth": 1.6,
+    "figure.dpi": 100, "savefig.dpi": 160, "font.size": 10, "axes.titlesize": 10.5, "axes.labelsize": 10,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#dddddd",
+    "grid.linewidth": 0.6, "axes.axisbelow": True, "legend.frameon": False,
+    "figure.constrained_layout.use": True, "svg.fonttype": "none", "svg.hashsalt": "rdattnres",
+    "axes.edgecolor": "#444444", "lines.linewidth": 1.6
 }
 
 
@@ -74,10 +60,8 @@ def tokens_axis(ax):
 
 def curves(results, size, arm, split="val"):
     """[(tokens, losses of the arm's runs)] at every validation some run of the arm has."""
-    return [
-        (tokens, [v for v in results.values(size, arm, step, split).values() if is_number(v)])
-        for step, tokens in results.val_steps(size, split)
-    ]
+    return [(tokens, [v for v in results.values(size, arm, step, split).values() if is_number(v)])
+            for step, tokens in results.val_steps(size, split)]
 
 
 def draw_loss(results, folder):
@@ -95,19 +79,10 @@ def draw_loss(results, folder):
             for ax, begin in ((whole, 0), (zoomed, 0.6 * last)):
                 part = [(t, v) for t, v in points if t >= begin]
                 x, mean = [t for t, _ in part], [statistics.fmean(v) for _, v in part]
-                ax.fill_between(
-                    x, [min(v) for _, v in part], [max(v) for _, v in part], color=colour, alpha=0.13, lw=0
-                )
-                (line,) = ax.plot(
-                    x,
-                    mean,
-                    color=colour,
-                    ls=dash,
-                    marker=marker,
-                    ms=4,
-                    markevery=max(1, len(x) // 8),
-                    label=arm,
-                )
+                ax.fill_between(x, [min(v) for _, v in part], [max(v) for _, v in part], color=colour,
+                                alpha=0.13, lw=0)
+                (line,) = ax.plot(x, mean, color=colour, ls=dash, marker=marker, ms=4,
+                                  markevery=max(1, len(x) // 8), label=arm)
                 labels.setdefault(arm, line)
             means += [(t, statistics.fmean(v)) for t, v in points]
         # the first steps would squeeze all the rest against the floor
@@ -122,7 +97,7 @@ def draw_loss(results, folder):
             tokens_axis(ax)
         whole.set_xlabel("")
     for ax in (axes[0][0], axes[1][0]):
-        ax.set_ylabel("validation loss (nats a token)")
+        ax.set_ylabel("validation loss (nats per token)")
     fig.suptitle("Validation loss: mean of the seeds, band from lowest to highest", fontsize=11)
     legend_below(fig, labels)
     save(fig, folder, "loss")
@@ -137,14 +112,8 @@ def legend_below(fig, labels):
     """One legend for the whole picture, the arms in their usual order."""
     arms = [a for a in ARMS if a in labels]
     if arms:
-        fig.legend(
-            [labels[a] for a in arms],
-            arms,
-            loc="outside lower center",
-            ncols=len(arms),
-            fontsize=9,
-            handlelength=3,
-        )
+        fig.legend([labels[a] for a in arms], arms, loc="outside lower center", ncols=len(arms), fontsize=9,
+                   handlelength=3)
 
 
 def interval_mark(ax, y, c, colour, mean=None):
@@ -164,51 +133,23 @@ def draw_pairs(results, folder):
             c = results.compare(size, PROPOSAL, BASELINE, step)
             tokens = dict(results.val_steps(size)).get(step)
             if c.n:
-                rows.append(
-                    (
-                        "%s\n%s tokens, %d pairs" % (results.label(size), tokens_text(tokens), c.n),
-                        c,
-                        None,
-                        LOOKS[PROPOSAL][0],
-                    )
-                )
+                rows.append(("%s\n%s tokens, %d pairs" %
+                             (results.label(size), tokens_text(tokens), c.n), c, None, LOOKS[PROPOSAL][0]))
     for paper in PAPER:
-        c = Comparison(
-            dict(enumerate(paper["seeds"], 1)), dict.fromkeys(range(1, 1 + len(paper["seeds"])), 0.0)
-        )
-        rows.append(
-            (
-                "%s\n%s tokens, read off its figure" % (paper["label"], tokens_text(paper["tokens"])),
-                c,
-                paper["mean"],
-                "#444444",
-            )
-        )
+        c = Comparison(dict(enumerate(paper["seeds"])), dict.fromkeys(range(len(paper["seeds"])), 0.0))
+        rows.append(("%s\n%s tokens, read off its figure" %
+                     (paper["label"], tokens_text(paper["tokens"])), c, paper["mean"], "#444444"))
     fig, ax = plt.subplots(figsize=(8.4, 0.9 + 0.62 * len(rows)))
     ends = [0.0]
     for i, (_, c, mean, colour) in enumerate(rows):
         y = len(rows) - 1 - i
         interval_mark(ax, y, c, colour, mean)
         ordered = sorted(c.by_seed.items(), key=lambda item: item[1])
-        ax.plot(
-            [v for _, v in ordered],
-            [y + 0.28] * len(ordered),
-            ls="",
-            marker="o",
-            ms=5,
-            mfc="none",
-            mec=colour,
-            mew=1.3,
-            zorder=3,
-        )
-        ax.text(
-            1.01,
-            y,
-            "%s\n%d of %d lower" % (signed(c.mean if mean is None else mean), c.lower, c.lower + c.higher),
-            transform=ax.get_yaxis_transform(),
-            va="center",
-            fontsize=8.5,
-        )
+        ax.plot([v for _, v in ordered], [y + 0.28] * len(ordered), ls="", marker="o", ms=5, mfc="none",
+                mec=colour, mew=1.3, zorder=3)
+        ax.text(1.01, y, "%s\n%d of %d lower" %
+                (signed(c.mean if mean is None else mean), c.lower, c.lower + c.higher),
+                transform=ax.get_yaxis_transform(), va="center", fontsize=8.5)
         ends += list(c.t or []) + c.values
     ax.axvline(0, color="#222222", lw=1)
     ax.set_yticks(range(len(rows)))
@@ -217,12 +158,27 @@ def draw_pairs(results, folder):
     span = max(ends) - min(ends)
     ax.set_xlim(min(ends) - 0.04 * span, max(ends) + 0.04 * span)
     ax.grid(axis="y", visible=False)
-    ax.set_xlabel(
-        "← %s better        %s − %s, validation loss (nats a token)        %s better →"
-        % (PROPOSAL, PROPOSAL, BASELINE, BASELINE)
-    )
+    ax.set_xlabel("← %s better        %s − %s, validation loss (nats per token)        %s better →" %
+                  (PROPOSAL, PROPOSAL, BASELINE, BASELINE))
     ax.set_title("Pairs (circles), their mean (diamond) and its 95% t interval", loc="left")
     save(fig, folder, "pairs")
+
+
+def draw_curve(ax, results, size, colour, label="mean"):
+    """The gap of one size along the tokens: pairs, mean and 95% interval; the values after the start."""
+    steps = [(s, t) for s, t in results.val_steps(size) if s > 0]
+    compared = [(t, results.compare(size, PROPOSAL, BASELINE, s)) for s, t in steps]
+    compared = [(t, c) for t, c in compared if c.n]
+    if not compared:
+        return []
+    for seed in sorted({s for _, c in compared for s in c.by_seed}):
+        line = [(t, c.by_seed[seed]) for t, c in compared if seed in c.by_seed]
+        ax.plot(*zip(*line), color=colour, lw=0.8, alpha=0.55)
+    banded = [(t, *c.t) for t, c in compared if c.t]
+    if banded:
+        ax.fill_between(*zip(*banded), color=colour, alpha=0.18, lw=0)
+    ax.plot([t for t, _ in compared], [c.mean for _, c in compared], color=colour, lw=2.4, label=label)
+    return after_the_start([(t, v) for t, c in compared for v in list(c.t or []) + c.values])
 
 
 def draw_gap(results, folder):
@@ -231,46 +187,15 @@ def draw_gap(results, folder):
     for k, size in enumerate(results.study.sizes):
         steps = [(s, t) for s, t in results.val_steps(size) if s > 0]
         top, bottom = axes[0][k], axes[1][k]
-        compared = [(t, results.compare(size, PROPOSAL, BASELINE, s)) for s, t in steps]
-        compared = [(t, c) for t, c in compared if c.n]
-        colour = LOOKS[PROPOSAL][0]
-        for seed in sorted({s for _, c in compared for s in c.by_seed}):
-            line = [(t, c.by_seed[seed]) for t, c in compared if seed in c.by_seed]
-            top.plot(
-                *zip(*line),
-                color=colour,
-                lw=0.8,
-                alpha=0.55,
-                label="one pair" if seed == min(compared[0][1].by_seed) else None,
-            )
-        if compared:
-            banded = [(t, c) for t, c in compared if c.t]
-            if banded:
-                top.fill_between(
-                    [t for t, _ in banded],
-                    [c.t[0] for _, c in banded],
-                    [c.t[1] for _, c in banded],
-                    color=colour,
-                    alpha=0.18,
-                    lw=0,
-                    label="95% t interval",
-                )
-            top.plot(
-                [t for t, _ in compared], [c.mean for _, c in compared], color=colour, lw=2.4, label="mean"
-            )
-            early += after_the_start([(t, v) for t, c in compared for v in list(c.t or []) + c.values])
+        early += draw_curve(top, results, size, LOOKS[PROPOSAL][0])
         top.set_title(results.label(size))
         for arm in results.arms(size):
-            if arm == BASELINE:
-                continue
-            colour, dash, marker = LOOKS[arm]
-            line = [
-                (t, c.mean) for t, c in ((t, results.compare(size, arm, BASELINE, s)) for s, t in steps) if c.n
-            ]
+            compared = [(t, results.compare(size, arm, BASELINE, s)) for s, t in steps]
+            line = [(t, c.mean) for t, c in compared if c.n and arm != BASELINE]
             if line:
-                (labels[arm],) = bottom.plot(
-                    *zip(*line), color=colour, ls=dash, marker=marker, ms=4, markevery=max(1, len(line) // 8)
-                )
+                colour, dash, marker = LOOKS[arm]
+                (labels[arm],) = bottom.plot(*zip(*line), color=colour, ls=dash, marker=marker, ms=4,
+                                             markevery=max(1, len(line) // 8))
                 late += after_the_start(line)
         tokens_axis(bottom)
         for ax in (top, bottom):
@@ -278,11 +203,29 @@ def draw_gap(results, folder):
     fit(axes[0][0], early)
     fit(axes[1][0], late)
     axes[0][0].set_ylabel("%s − %s (nats)" % (PROPOSAL, BASELINE))
-    legend(axes[0][0])
     axes[1][0].set_ylabel("arm − %s, mean (nats)" % BASELINE)
     legend_below(fig, labels)
-    fig.suptitle("The gap along the tokens (below 0: better than %s)" % BASELINE, fontsize=11)
+    fig.suptitle("The gap along the tokens (below 0: better than %s); above: pairs, mean, 95%% t interval" %
+                 BASELINE, fontsize=10.5)
     save(fig, folder, "gap")
+
+
+def draw_beside(results, folder, other):
+    """The gap of two studies in one panel."""
+    fig, ax = plt.subplots(figsize=(7.2, 3.8))
+    values = []
+    for study, colours in ((results, ["#D55E00", "#CC79A7"]), (other, ["#0072B2", "#009E73"])):
+        for size, colour in zip(study.study.sizes, colours):
+            pairs = study.compare(size, PROPOSAL, BASELINE, study.last_step(size)).n
+            values += draw_curve(ax, study, size, colour, "%s, %d pair%s at the end" %
+                                 (study.label(size), pairs, "" if pairs == 1 else "s"))
+    ax.axhline(0, color="#222222", lw=1, zorder=1)
+    fit(ax, values)
+    tokens_axis(ax)
+    ax.set_ylabel("%s − %s (nats per token)" % (PROPOSAL, BASELINE))
+    ax.set_title("The gap along the tokens: mean (thick), pairs (thin), 95% t interval (band)", loc="left")
+    legend(ax)
+    save(fig, folder, "beside_" + other.study.name)
 
 
 def after_the_start(points):
@@ -298,79 +241,47 @@ def fit(ax, values):
     ax.set_ylim(low - margin, high + margin)
 
 
-def mean_rows(many):
-    """Seed means of ragged tables: many[seed][layer][source]."""
-    return [[statistics.fmean(v) for v in zip(*layer)] for layer in zip(*many)]
-
 
 def draw_routes(results, folder):
     for size in results.study.sizes:
-        runs = [
-            results.summaries[r.name] for r in results.runs(size, PROPOSAL) if results.state(r) == "finished"
-        ]
-        runs = [s for s in runs if s["routes"] and s["routes"]["qk"] and s["routes"]["v"]]
-        if not runs:
+        names, by_seed = results.routes(size)
+        if not by_seed:
             continue
-        qk, v = (mean_rows([s["routes"][which] for s in runs]) for which in ("qk", "v"))
-        block = int(
-            results.study.size_flags[size].get("block_size") or runs[0]["config"].get("block_size") or 2
-        )
-        layers = len(qk)
-        finished = max((2 * l + block - 1) // block - (1 if 2 * l % block else 0) for l in range(layers))
-        names = ["embedding"] + ["block %d" % (i + 1) for i in range(finished)] + ["partial"]
-        partial = any(2 * l % block for l in range(layers))
-        names = names if partial else names[:-1]
 
-        def grid(rows):  # sources to columns; the running partial gets the last one, whatever its index
-            cells = [[math.nan] * len(names) for _ in rows]
-            for l, row in enumerate(rows):
-                for j, p in enumerate(row):
-                    cells[l][len(names) - 1 if 2 * l % block and j == len(row) - 1 else j] = p
-            return cells
+        def mean(which):  # over the seeds; NaN where a layer cannot read the source
+            return [[math.nan if cell[0] is None else statistics.fmean(cell) for cell in zip(*layer)]
+                    for layer in zip(*(pair[which] for pair in by_seed.values()))]
 
+        qk, v = mean(0), mean(1)
         difference = [[b - a for a, b in zip(x, y)] for x, y in zip(qk, v)]
-        fig, axes = plt.subplots(
-            1, 3, figsize=(2.2 + 3 * max(2.4, 0.52 * len(names)), 1.7 + max(1.8, 0.33 * layers))
-        )
-        most = max(max(abs(x) for x in row) for row in difference) or 1.0
-        high = max([p for rows in (qk, v) for row in rows[1:] for p in row] or [1.0])  # layer 0 is always 1
-        for ax, rows, title, options in (
-            (axes[0], qk, "QK route", dict(cmap="cividis", vmin=0, vmax=high)),
-            (axes[1], v, "V route", dict(cmap="cividis", vmin=0, vmax=high)),
-            (axes[2], difference, "V − QK", dict(cmap="PuOr_r", vmin=-most, vmax=most)),
-        ):
-            cells = grid(rows)
+        layers = len(qk)
+        most = max(abs(p) for row in difference for p in row if p == p) or 1.0
+        high = max([p for row in qk[1:] + v[1:] for p in row if p == p] or [1.0])  # layer 0 is always 1
+        weights = dict(cmap="cividis", vmin=0, vmax=high)
+        signs = dict(cmap="PuOr_r", vmin=-most, vmax=most)
+        width, height = 2.2 + 3 * max(2.4, 0.52 * len(names)), 1.7 + max(1.8, 0.33 * layers)
+        fig, axes = plt.subplots(1, 3, figsize=(width, height))
+        for ax, cells, title, options in ((axes[0], qk, "QK route", weights), (axes[1], v, "V route", weights),
+                                          (axes[2], difference, "V − QK", signs)):
             image = ax.imshow(cells, aspect="auto", **options)
             ax.set_facecolor("#eeeeee")
             ax.grid(False)
-            for side in ax.spines.values():
-                side.set_visible(False)
-            ax.set_xticks(range(len(names)))
-            ax.set_xticklabels(names, rotation=45, ha="right", fontsize=8.5)
+            ax.spines[:].set_visible(False)
+            ax.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=8.5)
             ax.set_yticks(range(layers))
             ax.set_title(title)
-            if layers * len(names) <= 240:
-                for l, row in enumerate(cells):
-                    for j, p in enumerate(row):
-                        if not math.isnan(p):
-                            r, g, b, _ = image.cmap(image.norm(p))
-                            text = ("%.2f" % abs(p)).replace("0.", ".", 1)
-                            ax.text(
-                                j,
-                                l,
-                                "−" + text if p < -0.005 else text,
-                                ha="center",
-                                va="center",
-                                fontsize=7.5,
-                                color="white" if 0.3 * r + 0.59 * g + 0.11 * b < 0.5 else "black",
-                            )
+            for l, row in enumerate(cells):
+                for j, p in enumerate(row):
+                    if not math.isnan(p):
+                        r, g, b, _ = image.cmap(image.norm(p))
+                        text = ("%.2f" % abs(p)).replace("0.", ".", 1)
+                        ax.text(j, l, "−" + text if p < -0.005 else text, ha="center", va="center",
+                                fontsize=7.5, color="white" if 0.3 * r + 0.59 * g + 0.11 * b < 0.5 else "black")
             fig.colorbar(image, ax=ax, shrink=0.9)
         axes[0].set_ylabel("layer")
-        fig.suptitle(
-            "Depth routes of %s, %s: mean weight on each source (grey: not readable there), %d run%s"
-            % (PROPOSAL, results.label(size), len(runs), "" if len(runs) == 1 else "s"),
-            fontsize=11,
-        )
+        runs = "%d run%s" % (len(by_seed), "" if len(by_seed) == 1 else "s")
+        fig.suptitle("Depth routes of %s, %s: mean weight on each source (grey: not readable there), %s" %
+                     (PROPOSAL, results.label(size), runs), fontsize=11)
         save(fig, folder, "routes_" + size)
 
 
@@ -380,17 +291,8 @@ def draw_js(results, folder):
         by_seed = results.js(size)
         colour = LOOKS[PROPOSAL][0]
         for seed, js in by_seed.items():
-            ax.plot(
-                range(len(js)),
-                js,
-                ls="",
-                marker="o",
-                ms=5,
-                mfc="none",
-                mec=colour,
-                alpha=0.8,
-                label="one seed" if seed == min(by_seed) else None,
-            )
+            ax.plot(range(len(js)), js, ls="", marker="o", ms=5, mfc="none", mec=colour, alpha=0.8,
+                    label="one seed" if seed == min(by_seed) else None)
         if by_seed:
             mean = [statistics.fmean(js) for js in zip(*by_seed.values())]
             ax.plot(range(len(mean)), mean, color=colour, lw=2, label="mean of the seeds")
@@ -405,12 +307,14 @@ def draw_js(results, folder):
     save(fig, folder, "js")
 
 
-def draw_all(results):
+def draw_all(results, other):
     folder = os.path.join(results.folder, "pictures")
     os.makedirs(folder, exist_ok=True)
     with matplotlib.rc_context(STYLE):
         for draw in (draw_loss, draw_pairs, draw_gap, draw_routes, draw_js):
             draw(results, folder)
+        if other:
+            draw_beside(results, folder, other)
     return folder
 
 
@@ -418,6 +322,7 @@ def main(argv):
     global matplotlib, plt
     p = argparse.ArgumentParser(description="Pictures of a study of paired runs.", allow_abbrev=False)
     p.add_argument("--results", required=True, help="folder that analyse.py wrote")
+    p.add_argument("--beside", metavar="DIR", help="results of another study, for one picture of both gaps")
     p.add_argument("--if-possible", action="store_true", help="exit with status 0 where matplotlib is missing")
     options = p.parse_args(argv)
     try:
@@ -427,12 +332,12 @@ def main(argv):
         import matplotlib.pyplot as plt
         import matplotlib.ticker  # noqa: F401 (used as matplotlib.ticker)
     except ImportError:
-        print(
-            "no pictures: matplotlib is not installed", file=sys.stdout if options.if_possible else sys.stderr
-        )
+        print("no pictures: matplotlib is not installed",
+              file=sys.stdout if options.if_possible else sys.stderr)
         return 0 if options.if_possible else 1
     try:
-        print("pictures in %s" % draw_all(Results(options.results)))
+        other = Results(options.beside) if options.beside else None
+        print("pictures in %s" % draw_all(Results(options.results), other))
     except StudyError as e:
         print("error: %s" % e, file=sys.stderr)
         return 1

@@ -32,23 +32,10 @@ import subprocess
 import sys
 import time
 
-from study import (
-    Log,
-    Study,
-    StudyError,
-    check_against_study,
-    check_comparable,
-    checkpoints,
-    command,
-    read_notes,
-    read_summaries,
-    state_of,
-    without_folders,
-)
+from study import (Log, Study, StudyError, check_against_study, check_comparable, checkpoints, command,
+                   read_notes, read_summaries, state_of, without_folders)
 
-ATTEMPTS_WITHOUT_PROGRESS = (
-    3  # a run that dies at changing steps but never reaches a new checkpoint is stuck too
-)
+ATTEMPTS_WITHOUT_PROGRESS = 3  # a run that dies at changing steps but reaches no new checkpoint is stuck too
 
 
 class Stop(Exception):
@@ -141,11 +128,10 @@ class Runner:
         if self.interrupted:
             return False
         before = read_notes(self.root, run, "attempts")[:-1]
-        reason = (
-            "stopped being a number at step %d" % log.diverged_at
-            if state == "diverged"
-            else "trainer ended with status %d after step %d" % (record["status"], record["reached"])
-        )
+        if state == "diverged":
+            reason = "stopped being a number at step %d" % log.diverged_at
+        else:
+            reason = "trainer ended with status %d after step %d" % (record["status"], record["reached"])
         repeated = bool(before) and not before[-1]["interrupted"] and before[-1]["reached"] == record["reached"]
         recent = [a for a in before + [record] if not a["interrupted"]][-ATTEMPTS_WITHOUT_PROGRESS:]
         stuck = len(recent) == ATTEMPTS_WITHOUT_PROGRESS and len({a["from"] for a in recent}) == 1
@@ -213,21 +199,11 @@ class Attempt:
             env["CUDA_VISIBLE_DEVICES"] = slot
         if runner.options.threads:
             env["OMP_NUM_THREADS"] = str(runner.options.threads)
-        runner.say(
-            run,
-            ("resumed after step %d" % start if resume else "started")
-            + (" on GPU %s" % slot if slot is not None else ""),
-        )
+        how = "resumed after step %d" % start if resume else "started"
+        runner.say(run, how + (" on GPU %s" % slot if slot is not None else ""))
         self.record = {
-            "from": start,
-            "reached": start,
-            "status": None,
-            "interrupted": False,
-            "seconds": 0.0,
-            "peak_bytes": 0,
-            "gpu": slot,
-            "message": "",
-            "jobs": len(runner.active) + 1,
+            "from": start, "reached": start, "status": None, "interrupted": False, "seconds": 0.0,
+            "peak_bytes": 0, "gpu": slot, "message": "", "jobs": len(runner.active) + 1
         }
         self.begin, self.asked_to_stop = time.time(), False
         self.note("launches", {"from": start, "trainer": digest(words[0])})
@@ -236,21 +212,12 @@ class Attempt:
             out.flush()
             try:
                 # The lock goes along: should this runner be killed, the trainer it leaves behind holds it.
-                self.process = subprocess.Popen(
-                    words,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=out,
-                    env=env,
-                    start_new_session=True,
-                    pass_fds=(lock,),
-                )
+                self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                                                env=env, start_new_session=True, pass_fds=(lock,))
             except OSError as e:
                 os.close(lock)
-                raise Stop(
-                    "cannot start the trainer %s: %s (build it first, or --trainer PATH)"
-                    % (words[0], e.strerror)
-                )
+                raise Stop("cannot start the trainer %s: %s (build it first, or --trainer PATH)" %
+                           (words[0], e.strerror))
 
     def ended(self):
         """Has the trainer ended? If so, the attempt is recorded."""
@@ -262,13 +229,9 @@ class Attempt:
         code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else -os.WTERMSIG(status)
         self.process.returncode = code
         unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes there, KiB elsewhere
-        self.record.update(
-            status=code,
-            interrupted=self.asked_to_stop,
-            seconds=round(time.time() - self.begin, 3),
-            peak_bytes=usage.ru_maxrss * unit,
-            message=last_line(self.runner.note(self.run, "txt")),
-        )
+        self.record.update(status=code, interrupted=self.asked_to_stop,
+                           seconds=round(time.time() - self.begin, 3), peak_bytes=usage.ru_maxrss * unit,
+                           message=last_line(self.runner.note(self.run, "txt")))
         log = Log(os.path.join(self.run.folder(self.runner.root), "log.jsonl"))
         self.record["reached"] = max(log.last_step(), self.record["from"])
         self.note("attempts", self.record)
@@ -292,7 +255,7 @@ def last_line(path):
     with open(path, encoding="utf-8", errors="replace") as f:
         lines = [line.strip() for line in f]
     begin = max(i for i, line in enumerate(lines) if line.startswith("$ "))
-    return ([line for line in lines[begin + 1 :] if line] or [""])[-1][:500]
+    return ([line for line in lines[begin + 1:] if line] or [""])[-1][:500]
 
 
 def digest(path):
@@ -331,22 +294,17 @@ def write_slurm(runner, runs, argv):
         "# Written by dev/paired/run.py: one run of study '%s' a task; submit with sbatch." % study.name,
         "#SBATCH --job-name=paired-%s" % study.name,
         "#SBATCH --array=%s" % ranges(tasks),
-        "#SBATCH --output=%s" % output,
-        "#SBATCH --open-mode=append",
-        "#SBATCH --requeue",
-        "#SBATCH --signal=B:TERM@120   # two minutes before the time limit: save, leave, queue again",
+        "#SBATCH --output=%s" % output, "#SBATCH --open-mode=append", "#SBATCH --requeue",
+        "#SBATCH --signal=B:TERM@120   # two minutes before the time limit: save, leave, queue again"
     ]
     lines += ["#SBATCH " + option for option in study.slurm + options.sbatch]
     lines += ["# %3d  %s" % (k, study.runs[k].name) for k in tasks]
     lines += [
         "cd %s || exit 1" % shlex.quote(os.getcwd()),
-        '%s --task "$SLURM_ARRAY_TASK_ID" &' % again,
-        'trap "kill -TERM $!" TERM',
-        "wait $!; status=$?",
+        '%s --task "$SLURM_ARRAY_TASK_ID" &' % again, 'trap "kill -TERM $!" TERM', "wait $!; status=$?",
         "while kill -0 $! 2>/dev/null; do wait $!; status=$?; done   # a signal ends the wait, not the run",
         'if [ "$status" -eq 130 ]; then scontrol requeue "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"; fi',
-        "exit $status",
-        "",
+        "exit $status", ""
     ]
     with open(options.slurm, "w", encoding="utf-8") as f:
         f.write("\n".join(lines))
@@ -361,33 +319,26 @@ def main(argv):
     p = argparse.ArgumentParser(description="Carries out a study of paired runs.", allow_abbrev=False)
     p.add_argument("study", help="study file (JSON; see study.py)")
     p.add_argument("--root", help="folder for the runs (default runs/paired/<name of the study>)")
-    p.add_argument(
-        "--results", metavar="DIR", help="skip the runs that analyse.py has summarised there as finished"
-    )
+    p.add_argument("--results", metavar="DIR",
+                   help="skip the runs that analyse.py has summarised there as finished")
     p.add_argument("--trainer", help="the trainer's binary, instead of the study's")
-    p.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="sets one of the study's variables"
-    )
+    p.add_argument("--set", action="append", default=[], metavar="NAME=VALUE",
+                   help="sets one of the study's variables")
     p.add_argument("--only", metavar="TEXT", help="only runs whose name contains TEXT")
     p.add_argument("--jobs", type=int, default=1, help="runs at a time (default 1)")
-    p.add_argument(
-        "--gpus", type=lambda s: [g for g in s.split(",") if g], help="GPUs to use, one run on each: 0,1,2,3"
-    )
-    p.add_argument(
-        "--threads", type=int, default=0, help="OMP_NUM_THREADS for each run (the result does not depend on it)"
-    )
-    p.add_argument(
-        "--keep-going", action="store_true", help="give up a run that fails repeatedly, go on with the others"
-    )
+    p.add_argument("--gpus", type=lambda s: [g for g in s.split(",") if g],
+                   help="GPUs to use, one run on each: 0,1,2,3")
+    p.add_argument("--threads", type=int, default=0,
+                   help="OMP_NUM_THREADS for each run (the result does not depend on it)")
+    p.add_argument("--keep-going", action="store_true",
+                   help="give up a run that fails repeatedly, go on with the others")
     p.add_argument("--list", action="store_true", help="print the state of every run and exit")
     p.add_argument("--slurm", metavar="FILE", help="write a job array instead of running")
     p.add_argument("--submit", action="store_true", help="with --slurm: submit it with sbatch")
-    p.add_argument(
-        "--sbatch", action="append", default=[], metavar="OPTION", help="with --slurm: one more #SBATCH option"
-    )
-    p.add_argument(
-        "--task", type=int, metavar="K", help="only the K-th run of the study file, from 0 (used by --slurm)"
-    )
+    p.add_argument("--sbatch", action="append", default=[], metavar="OPTION",
+                   help="with --slurm: one more #SBATCH option")
+    p.add_argument("--task", type=int, metavar="K",
+                   help="only the K-th run of the study file, from 0 (used by --slurm)")
     options = p.parse_args(argv)
     if options.jobs < 1:
         p.error("--jobs %d: expected 1 or more" % options.jobs)
@@ -403,8 +354,7 @@ def main(argv):
 
     root = options.root or os.path.join("runs", "paired", study.name)
     runs = [
-        r
-        for k, r in enumerate(study.runs)
+        r for k, r in enumerate(study.runs)
         if (options.only is None or options.only in r.name) and (options.task is None or k == options.task)
     ]
     try:

@@ -31,20 +31,8 @@ BASELINE, PROPOSAL = "block", "rd"
 # settings that are promised to leave the result untouched (where files go, what is printed, how often a
 # checkpoint is written, the number of threads). Everything else must be equal, fields unknown here included.
 MAY_DIFFER = {
-    "arch",
-    "out",
-    "resume",
-    "quiet",
-    "keep",
-    "checkpoint_every",
-    "sample_every",
-    "sample_tokens",
-    "prompt",
-    "temperature",
-    "top_k",
-    "top_p",
-    "count_parameters",
-    "count_routes",
+    "arch", "out", "resume", "quiet", "keep", "checkpoint_every", "sample_every", "sample_tokens", "prompt",
+    "temperature", "top_k", "top_p", "count_parameters", "count_routes"
 }
 # Between seeds of one arm the seed may differ besides, and the program: if it was rebuilt in the middle of a
 # study, only the pairs that it cuts in two are spoilt.
@@ -76,6 +64,7 @@ class Run:
 
 
 class Study:
+
     def __init__(self, path, settings=(), trainer=None):
         """Reads and checks the study file at path; settings are "name=value" strings for its variables."""
         self.path = path
@@ -87,19 +76,7 @@ class Study:
             raise StudyError("%s: %s" % (path, e.strerror))
         except ValueError as e:
             raise StudyError("%s: not JSON: %s" % (path, e))
-        known = {
-            "name",
-            "about",
-            "limits",
-            "trainer",
-            "variables",
-            "env",
-            "flags",
-            "milestones",
-            "sizes",
-            "groups",
-            "slurm",
-        }
+        known = "name about limits trainer variables env flags milestones sizes groups slurm".split()
         if not isinstance(study, dict):
             raise StudyError("%s: expected an object" % path)
         for key in study:
@@ -119,10 +96,8 @@ class Study:
         for setting in settings:
             name, equals, value = setting.partition("=")
             if not equals or name not in self.variables:
-                raise StudyError(
-                    "--set %s: expected name=value with one of the study's variables: %s"
-                    % (setting, ", ".join(sorted(self.variables)) or "(it has none)")
-                )
+                raise StudyError("--set %s: expected name=value with one of the study's variables: %s" %
+                                 (setting, ", ".join(sorted(self.variables)) or "(it has none)"))
             self.variables[name] = value
 
         self.size_flags, self.milestones, self.milestone_steps = {}, {}, {}
@@ -166,29 +141,27 @@ class Study:
         flags, where = self.size_flags[size], "%s: size '%s'" % (self.path, size)
         try:
             steps, every = int(flags["steps"]), int(flags["val_every"])
-            step_tokens = (
-                int(flags["total_batch"])
-                if "total_batch" in flags
-                else int(flags["batch"]) * int(flags["context"])
-            )
+            per_step = step_tokens(flags)
         except KeyError as e:
             raise StudyError(
                 "%s: flag %s is needed to place the milestones (steps, val-every, and total-batch or "
-                "batch and context)" % (where, e)
-            )
+                "batch and context)" % (where, e))
         found = []
         for milestone in tokens:
-            near = min(int(milestone / step_tokens / every + 0.5), steps // every) * every
-            step = min([near, steps], key=lambda s: abs(s * step_tokens - milestone))
-            if step <= 0 or abs(step * step_tokens - milestone) > 0.01 * milestone:
+            near = min(int(milestone / per_step / every + 0.5), steps // every) * every
+            step = min([near, steps], key=lambda s: abs(s * per_step - milestone))
+            if step <= 0 or abs(step * per_step - milestone) > 0.01 * milestone:
                 raise StudyError(
-                    "%s: no validation within 1%% of milestone %d tokens: nearest is step %d of %d, %d tokens"
-                    % (where, milestone, step, steps, step * step_tokens)
-                )
+                    "%s: no validation within 1%% of milestone %d tokens: nearest is step %d of %d, %d tokens" %
+                    (where, milestone, step, steps, step * per_step))
             found.append(step)
         if sorted(set(found)) != found:
             raise StudyError("%s: milestones must rise, each at its own validation step" % where)
         self.milestones[size], self.milestone_steps[size] = list(tokens), found
+
+
+def step_tokens(flags):
+    return int(flags["total_batch"]) if "total_batch" in flags else int(flags["batch"]) * int(flags["context"])
 
 
 def _plain(flag):
@@ -251,10 +224,8 @@ class Log:
                 if self.config is not None:
                     differing = differences(self.config, config, MAY_DIFFER)
                     if differing:
-                        raise StudyError(
-                            "%s:%d: the run was resumed with other settings: %s"
-                            % (path, number, "; ".join(differing))
-                        )
+                        raise StudyError("%s:%d: the run was resumed with other settings: %s" %
+                                         (path, number, "; ".join(differing)))
                 self.config = self.config or config
             elif kind == "step":
                 self.steps[event["step"]] = event
@@ -330,9 +301,8 @@ def differences(a, b, may_differ):
         x, y = a.get(key, absent), b.get(key, absent)
         if key in may_differ or same(x, y) or (key == "trainer" and absent in (x, y)):
             continue  # which program ran is known only of runs that run.py launched
-        found.append(
-            "%s %s against %s" % (key, *("(absent)" if v is absent else json.dumps(v) for v in (x, y)))
-        )
+        found.append("%s %s against %s" %
+                     (key, *("(absent)" if v is absent else json.dumps(v) for v in (x, y))))
     return found
 
 
@@ -350,34 +320,23 @@ def check_comparable(runs):
             other, other_config, other_loss = first[key]
             found = differences(other_config, config, may_differ)
             if found:
-                raise StudyError(
-                    "%s and %s must not be compared, they differ in more than the arm%s: %s"
-                    % (other, name, "" if len(key) == 2 else " and the seed", "; ".join(found))
-                )
-            if (
-                len(key) == 2
-                and is_number(loss)
-                and is_number(other_loss)
-                and abs(loss - other_loss) > FIRST_LOSS_TOLERANCE
-            ):
+                raise StudyError("%s and %s must not be compared, they differ in more than the arm%s: %s" %
+                                 (other, name, "" if len(key) == 2 else " and the seed", "; ".join(found)))
+            if (len(key) == 2 and is_number(loss) and is_number(other_loss)
+                    and abs(loss - other_loss) > FIRST_LOSS_TOLERANCE):
                 raise StudyError(
                     "%s and %s must not be compared: their first losses %.6f and %.6f differ, so they did "
-                    "not see the same first batch from the same weights" % (other, name, other_loss, loss)
-                )
+                    "not see the same first batch from the same weights" % (other, name, other_loss, loss))
 
 
 def check_against_study(run, config, where):
     """Was the run made with the study's flags?"""
     for flag, value in run.flags.items():
-        if (
-            flag in config
-            and flag not in ("train", "val", "test", "tokenizer")
-            and not same(config[flag], value)
-        ):
+        if (flag in config and flag not in ("train", "val", "test", "tokenizer")
+                and not same(config[flag], value)):
             raise StudyError(
-                "%s: made with --%s %s, but the study says %s; give it another --root or move the folder away"
-                % (where, flag.replace("_", "-"), config[flag], value)
-            )
+                "%s: made with --%s %s, but the study says %s; give it another --root or move the folder away" %
+                (where, flag.replace("_", "-"), config[flag], value))
 
 
 # ---- the state of a run --------------------------------------------------------------------------------------
@@ -418,10 +377,8 @@ def state_of(run, root):
     if log.done is not None and log.done["step"] >= int(run.flags["steps"]):
         for step in run.milestone_steps:
             if ("val", step) not in log.val:
-                raise StudyError(
-                    "%s: finished, but without the validation at step %d that the study compares"
-                    % (log.path, step)
-                )
+                raise StudyError("%s: finished, but without the validation at step %d that the study compares" %
+                                 (log.path, step))
         return "finished", log
     attempts = read_notes(root, run, "attempts")
     if log.diverged_at is None and attempts and not attempts[-1]["interrupted"]:
