@@ -815,7 +815,8 @@ void test_bad_micro_batch() {
   randomise(m);
   const std::vector<float> none(c.F * c.C, 0), large(c.F * c.C, 1e30f);
   gpu::upload(m.params.w_gate + none.size(), none.data(), none.size());
-  for (float* w : {m.params.w_up, m.params.w_down}) gpu::upload(w + large.size(), large.data(), large.size());
+  gpu::upload(m.params.w_up + large.size(), large.data(), large.size());
+  gpu::upload(m.params.w_down + large.size(), large.data(), large.size());
   gpu::model_refresh(m);
   std::string message;
   try {
