@@ -8,6 +8,7 @@ are tested where matplotlib is installed.
 
 import concurrent.futures
 import fcntl
+import importlib.util
 import itertools
 import json
 import math
@@ -248,6 +249,13 @@ def _():
     equal(analyse.sign_test(4, 1), 12 / 32, "4:1")
     equal(analyse.sign_test(3, 3), 1.0, "3:3")
     equal(analyse.sign_test(0, 0), None, "0:0")
+
+
+@test("rank correlation: 1 for the same order, -1 for the opposite one, Spearman's 0.6 for a known case")
+def _():
+    equal(analyse.rank_correlation([1, 5, 9], [2, 3, 80]), 1.0, "same order")
+    equal(analyse.rank_correlation([1, 5, 9, 11], [4, 3, 2, 1]), -1.0, "opposite order")
+    close(analyse.rank_correlation([1, 2, 3, 4], [2, 1, 4, 3]), 0.6, 1e-12, "two swaps: 1 - 6 * 4 / (4 * 15)")
 
 
 @test("the paper's entries agree with themselves: seed means, perplexities, 10 of 10")
@@ -1012,6 +1020,9 @@ def _(place):
         "size a, nats by layer: 0.0000, 0.1000, 0.3000",
         "| size a | 5 | 0.1333 | 0.2000 | 0.1924 | 0.2885 |",
         "| paper, S (119.8M) | 5 | 0.218 |",
+        "| embedding | 0.350 | 0.425 | +0.075 |",
+        "| block 2 | 0.500 | 0.200 | −0.300 |",
+        "V +1.00 (+1.00 to +1.00), V − QK +1.00 (+1.00 to +1.00).",
         "| size a, rd | 640 | 5 | −0.0300 |",
         "These numbers are made up.",
     ):
@@ -1210,7 +1221,8 @@ def _(place):
 
     def draw():
         done = subprocess.run(
-            [sys.executable, "-B", os.path.join(PAIRED, "plot.py"), "--results", place.results],
+            [sys.executable, "-B", os.path.join(PAIRED, "plot.py"), "--results", place.results]
+            + ["--beside", place.results],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -1222,7 +1234,7 @@ def _(place):
     files = draw()
     equal(
         sorted(files),
-        sorted(n + e for n in ("loss", "pairs", "gap", "routes_a", "js") for e in (".png", ".svg")),
+        sorted(n + e for n in ("beside_made_up", "loss", "pairs", "gap", "routes_a", "js") for e in (".png", ".svg")),
         "files",
     )
     for name, data in files.items():
@@ -1346,6 +1358,69 @@ def _():
         for run in Study(os.path.join(folder, name)).runs:
             for flag in run.flags:
                 check("--" + flag.replace("_", "-") in known, "%s: --%s" % (name, flag))
+
+
+# ---- with PyTorch --------------------------------------------------------------------------------------------
+def script_with_torch(name, *words):
+    """Runs a script of dev/paired that needs torch; (exit status, everything it printed)."""
+    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("safetensors") is None:
+        raise Skip("torch or safetensors is not installed")
+    done = subprocess.run([sys.executable, "-B", os.path.join(PAIRED, name), *words], stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, text=True)
+    return done.returncode, done.stdout
+
+
+HIDDEN = """
+import sys, torch
+sys.path.insert(0, %r)
+import hide, rdattnres
+torch.manual_seed(1)
+model = hide.Hiding(rdattnres.Config("rd", L=3, C=8, NH=2, F=8, S=2, T=4, V=9)).double()
+for parameter in model.parameters():
+    torch.nn.init.normal_(parameter)
+sources = [torch.randn(1, 4, 8).double() for _ in range(3)]
+whole = model.attention_mixes(2, sources)
+model.hidden = {(2, "v"): 1}
+qk, v = model.attention_mixes(2, sources)
+# by hand: the softmax over all three with the hidden one's logit at minus infinity
+keys = [model.attn_route_gain[2] * s / (s.square().mean(-1, keepdim=True) + 1e-6).sqrt() for s in sources]
+logits = torch.stack([(k * model.attn_route_v[2]).sum(-1) for k in keys])
+logits[1] = -float("inf")
+want = sum(p[..., None] * s for p, s in zip(logits.exp() / logits.exp().sum(0), sources))
+assert torch.equal(qk, whole[0]) and not torch.equal(v, whole[1])
+assert (v - want).abs().max() < 1e-12, (v - want).abs().max()
+"""
+
+
+@test("hide.py hides one source from one route: the softmax over the others; bad runs are one line")
+@in_place()
+def _(place):
+    status, text = script_with_torch("hide.py", "shard.bin", place.folder)
+    equal((status, text), (1, "error: %s: no checkpoint\n" % place.folder), "no checkpoint")
+    done = subprocess.run([sys.executable, "-B", "-c", HIDDEN % PAIRED], stderr=subprocess.PIPE, text=True)
+    equal((done.returncode, done.stderr), (0, ""), "hidden source")
+
+
+THEIRS = """
+import torch
+def naive_attnres(query, residuals, rms_weight, rms_eps):
+    v = torch.stack(list(residuals)).float()
+    k = v / (v.square().mean(-1, keepdim=True) + rms_eps).sqrt() * rms_weight.float()
+    p = torch.softmax((k * query.float()).sum(-1) + %s, 0)
+    return (p[..., None] * v).sum(0).to(residuals[0].dtype)
+"""
+
+
+@test("agreement.py: somebody else's reads agree, and do not with a bias towards one source")
+@in_place()
+def _(place):
+    folder = os.path.join(place.folder, "fla", "ops", "attnres")
+    os.makedirs(folder)
+    for bias, want in (("0", 0), ("0.01 * torch.arange(len(v))[:, None, None]", 1)):
+        with open(os.path.join(folder, "naive.py"), "w") as f:
+            f.write(THEIRS % bias)
+        status, text = script_with_torch("agreement.py", "fla", place.folder)
+        equal((status, text.count("differ by")), (want, 2), text)
 
 
 # ---- with the real trainer -----------------------------------------------------------------------------------
