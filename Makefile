@@ -1,5 +1,5 @@
-# make            the CPU trainer                    make train   generate stories and learn them (two minutes)
-# make test       every test this machine can run    make help    all targets and switches
+# make            the CPU trainer          make train   generate stories and learn them (about a minute)
+# make test       what a user needs        make help    all targets and switches
 #
 # Needs a C++17 compiler and make. OpenMP is used if a trial build finds it.
 
@@ -27,42 +27,42 @@ OPENMP   := $(strip $(if $(NO_OMP),,$(or \
                 $(if $(call TRY_OMP,$(call LIBOMP,$(dir))),$(call LIBOMP,$(dir)))))))
 OMPFLAGS := $(if $(OPENMP),$(OPENMP),-fopenmp-simd -Wno-unknown-pragmas)
 
-# What make test runs of the CPU side: each test as it is, and again under the address and undefined-behaviour
-# sanitizers; the fuzz targets under these alone; the threads under the thread sanitizer.
-TESTS := $(filter-out %/test_fuzz %/test_threads, \
-           $(patsubst tests/%.cpp,$(BUILD)/%,$(wildcard tests/test_*.cpp)))
-ASAN  := -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=undefined
-TSAN  := -O1 -g1 -fsanitize=thread
-TRY_RUN  = $(shell f=$$(mktemp) && printf '\043include <thread>\nint main() { std::thread([] {}).join(); }' | \
-             $(CXX) $(1) -x c++ - -o $$f -pthread 2>/dev/null && $$f 2>/dev/null && echo yes; rm -f $$f)
-IS_CLANG = $(shell $(CXX) -dM -E -x c++ /dev/null | grep __clang__)
-ifneq ($(filter test,$(MAKECMDGOALS)),)
-SANITIZED := $(if $(call TRY_RUN,$(ASAN)),$(TESTS:%=%_asan) $(BUILD)/test_fuzz_asan, \
-              'skip:CPU tests under the address sanitizer: $(CXX) has none that works here')
-SANITIZED += $(if $(if $(OPENMP),$(if $(IS_CLANG),,$(call TRY_RUN,$(TSAN)))),$(BUILD)/test_threads_tsan, \
-              'skip:the trainer under the thread sanitizer: needs g++ with OpenMP and with one that works here')
-endif
-FUZZERS   := $(addprefix $(BUILD)/fuzz_,shard tokenizer safetensors json log flags)
-TEST_SCRIPTS := $(wildcard tests/test_*.py tests/test_*.sh)
+# Every test program and script. make test leaves out the loops that kill a run again and again; make test_all has
+# these, the sanitizers, all builds of the emulator and the fuzz seeds. ONLY=test_model runs one of them.
+TESTS    := $(filter-out %/test_fuzz %/test_threads,$(patsubst tests/%.cpp,$(BUILD)/%,$(wildcard tests/test_*.cpp)))
+SCRIPTS  := $(wildcard tests/test_*.py tests/test_*.sh)
+ASAN     := -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=undefined
+FUZZERS  := $(addprefix $(BUILD)/fuzz_,shard tokenizer safetensors json log flags)
 
 EMULATOR := $(wildcard dev/emulator/*.cpp dev/emulator/*.h dev/emulator/*.sh dev/emulator/nvtx3/*)
-# CUDA code through the emulator (dev/emulator), in its three builds; the fiber switch is written for x86-64.
-EMULATED := $(if $(filter x86_64,$(shell uname -m)), \
-              $(foreach test,$(patsubst tests/%.cu,%,$(wildcard tests/test_*.cu)), \
-                $(foreach mode,fast asan race,$(BUILD)/$(test)_$(mode))) $(BUILD)/ladders_race)
+# CUDA code through the emulator (dev/emulator); its fiber switch is written for x86-64.
+CUDA_TESTS := $(if $(filter x86_64,$(shell uname -m)),$(patsubst tests/%.cu,$(BUILD)/%,$(wildcard tests/test_*.cu)))
 
-# CUDA code for a GPU: the card's own architecture, or GPU_ARCH=90, or else code for 8.0 and 9.0 and PTX for
-# later ones.
+QUICK    := $(filter-out %/test_crash,$(TESTS)) $(CUDA_TESTS:%=%_fast) $(filter-out %/test_cuda_crash.sh,$(SCRIPTS))
+FULL     := $(TESTS) $(TESTS:%=%_asan) $(BUILD)/test_fuzz_asan $(BUILD)/test_threads_tsan \
+              $(foreach build,fast asan race,$(CUDA_TESTS:%=%_$(build))) $(if $(CUDA_TESTS),$(BUILD)/ladders_race) \
+              $(SCRIPTS)
+chosen    = $(if $(ONLY),$(or $(filter $(BUILD)/$(ONLY) $(BUILD)/$(ONLY)_% tests/$(ONLY).%,$(1)), \
+              $(error ONLY=$(ONLY): no such test; expected a name such as test_model)),$(1))
+
+# CUDA code for a GPU: the architecture of the card, or GPU_ARCH=90, and its PTX for later ones; or else 8.0 and 9.0.
+# nvidia-smi prints its failures on stdout too, so only a version counts.
 NVCC     := $(or $(shell command -v nvcc 2>/dev/null),$(wildcard /usr/local/cuda/bin/nvcc))
-GPU_ARCH ?= $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .)
-GENCODE  := $(if $(GPU_ARCH),-gencode arch=compute_$(GPU_ARCH)$(COMMA)code=sm_$(GPU_ARCH), \
-              -gencode arch=compute_80$(COMMA)code=sm_80 \
-              -gencode arch=compute_90$(COMMA)code=[sm_90$(COMMA)compute_90])
+CARD     := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
+              sed -n '1s/^\([0-9][0-9]*\)\.\([0-9]\)$$/\1\2/p')
+GPU_ARCH ?= $(CARD)
+TOO_OLD   = $(if $(GPU_ARCH),$(shell [ "$(patsubst %a,%,$(GPU_ARCH))" -ge 80 ] 2>/dev/null || echo yes))
+code_for  = -gencode arch=compute_$(1)$(COMMA)code=[$(2)]
+GENCODE  := $(if $(GPU_ARCH),$(call code_for,$(GPU_ARCH),sm_$(GPU_ARCH)$(COMMA)compute_$(GPU_ARCH)), \
+              $(call code_for,80,sm_80) $(call code_for,90,sm_90$(COMMA)compute_90))
+# The loader may not know the toolkit's folder: the program itself says where cuBLASLt is.
+TOOLKIT  := $(dir $(realpath $(shell command -v $(NVCC) 2>/dev/null)))..
+CUBLAS   := $(patsubst %/,%,$(dir $(firstword $(wildcard $(TOOLKIT)/lib64/libcublasLt.so $(TOOLKIT)/lib/libcublasLt.so))))
 # (1675: nvcc's front end does not know the CPU trainer's "GCC unroll", which the tests include.)
 NVFLAGS  := -std=c++17 -O3 -I. $(GENCODE) -diag-suppress 1675 -Xcompiler -Wall,-Wextra,-Wno-unknown-pragmas \
-              -lcublasLt -ldl
+              $(if $(CUBLAS),-L$(CUBLAS) -Xlinker -rpath=$(abspath $(CUBLAS))) -lcublasLt -ldl $(NVEXTRA)
 
-.PHONY: all bench bench_gpu train train_emulated test test_gpu fuzz tidy tidy_cpu tidy_cuda ptxas doc paired \
+.PHONY: all bench bench_gpu train train_emulated test test_all test_gpu fuzz tidy tidy_cpu tidy_cuda ptxas doc paired \
         help clean found need_nvcc
 all: found train_rdattnres_cpu
 
@@ -73,34 +73,33 @@ found:
 	@echo "CPU code: $(if $(PORTABLE),portable,for this processor (-march=native); PORTABLE=1 for any)"
 
 # Every program is one source file plus headers; the compiler writes down which (-MMD).
+DEPEND    = -MMD -MP -MF $(BUILD)/$(@F).d
+COMPILE   = $(CXX) $(FLAGS) $(OMPFLAGS) $(1) $(DEPEND) $< -o $@ $(2)
 train_rdattnres_cpu: train_rdattnres_cpu.cpp Makefile | $(BUILD)
-	$(CXX) $(FLAGS) $(OMPFLAGS) -MMD -MP -MF $(BUILD)/$@.d $< -o $@
-
+	$(call COMPILE)
 data/text_to_shards: data/text_to_shards.cpp Makefile | $(BUILD)
-	$(CXX) $(FLAGS) $(OMPFLAGS) -MMD -MP -MF $(BUILD)/text_to_shards.d $< -o $@
-
+	$(call COMPILE)
 $(BUILD)/test_%: tests/test_%.cpp Makefile | $(BUILD)
-	$(CXX) $(FLAGS) $(OMPFLAGS) -DFILL_NAN -MMD -MP -MF $@.d $< -o $@
+	$(call COMPILE,-DFILL_NAN)
 
 # Two tests start the trainer; their sanitized builds start a sanitized one.
 $(BUILD)/train_rdattnres_cpu_asan: train_rdattnres_cpu.cpp Makefile | $(BUILD)
-	$(CXX) $(FLAGS) $(OMPFLAGS) $(ASAN) -MMD -MP -MF $@.d $< -o $@
+	$(call COMPILE,$(ASAN))
 $(BUILD)/test_run_asan $(BUILD)/test_crash_asan: $(BUILD)/train_rdattnres_cpu_asan
 $(BUILD)/test_run_asan $(BUILD)/test_crash_asan: FLAGS += -DTRAINER_PATH='"$(BUILD)/train_rdattnres_cpu_asan"'
 $(BUILD)/test_%_asan: tests/test_%.cpp Makefile | $(BUILD)
-	$(CXX) $(FLAGS) $(OMPFLAGS) $(ASAN) -DFILL_NAN -MMD -MP -MF $@.d $< -o $@
+	$(call COMPILE,$(ASAN) -DFILL_NAN)
 
-$(BUILD)/test_%_tsan: tests/test_%.cpp tests/openmp_threads.cpp Makefile | $(BUILD)
-	$(CXX) $(FLAGS) $(OMPFLAGS) $(TSAN) -MMD -MP -MT $@ -MF $@.d -c $< -o $@.o
-	$(CXX) $(FLAGS) $(TSAN) tests/openmp_threads.cpp $@.o -o $@ -pthread
-	@rm $@.o
+# The thread sanitizer knows the barriers of clang's OpenMP alone (libomp's Archer).
+$(BUILD)/test_%_tsan: tests/test_%.cpp Makefile | $(BUILD)
+	clang++ $(FLAGS) -fopenmp -O1 -g1 -fsanitize=thread -Wno-unknown-warning-option $(DEPEND) $< -o $@
 
 $(FUZZERS): $(BUILD)/fuzz_%: tests/fuzz/fuzz.cpp Makefile | $(BUILD)
 	clang++ $(FLAGS) -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined -DFUZZ_TARGET='"$*"' \
-	  -MMD -MP -MF $@.d $< -o $@
+	  $(DEPEND) $< -o $@
 
 # One rule a build: a pattern rule with several targets would take one run of its recipe for all of them.
-EMULATE = bash dev/emulator/build.sh $(1) $< $@ -I. -MMD -MP -MT $@ -MF $@.d
+EMULATE   = bash dev/emulator/build.sh $(1) $< $@ -I. -MT $@ $(DEPEND)
 $(BUILD)/test_%_fast: tests/test_%.cu $(EMULATOR) | $(BUILD)
 	$(call EMULATE,fast)
 $(BUILD)/test_%_asan: tests/test_%.cu $(EMULATOR) | $(BUILD)
@@ -116,13 +115,11 @@ $(BUILD)/train_emulated: train_rdattnres.cu $(EMULATOR) | $(BUILD)
 
 # Benchmarks: a training step; our half of dev/bench/peers.py; the ladder of the matrix product.
 $(BUILD)/bench $(BUILD)/stepper: $(BUILD)/%: dev/bench/%.cpp Makefile | $(BUILD)
-	$(CXX) $(FLAGS) $(OMPFLAGS) -MMD -MP -MF $@.d $< -o $@
-
+	$(call COMPILE)
 $(BUILD)/matmul: dev/cpu/matmul.cpp Makefile | $(BUILD)
-	$(CXX) $(FLAGS) $(OMPFLAGS) -MMD -MP -MF $@.d $< -o $@
-
+	$(call COMPILE)
 $(BUILD)/matmul_blas: dev/cpu/matmul.cpp Makefile | $(BUILD)
-	$(CXX) $(FLAGS) $(OMPFLAGS) -DWITH_OPENBLAS -MMD -MP -MF $@.d $< -o $@ -lopenblas
+	$(call COMPILE,-DWITH_OPENBLAS,-lopenblas)
 
 bench: $(BUILD)/bench
 	$< $(ARGS)
@@ -138,18 +135,18 @@ SMALL   := --layers=2 --width=64 --heads=2 --ffn=96 --context=64 --batch=4 --ste
 train_emulated: $(BUILD)/train_emulated
 	$< $(call or_args,$(SMALL))
 
+COMPILE_CUDA = $(NVCC) $(NVFLAGS) $(DEPEND) $< -o $@
 train_rdattnres: train_rdattnres.cu Makefile | need_nvcc $(BUILD)
-	$(NVCC) $(NVFLAGS) -MMD -MP -MF $(BUILD)/$@.d $< -o $@
-
+	$(COMPILE_CUDA)
 $(BUILD)/test_%_gpu: tests/test_%.cu Makefile | need_nvcc $(BUILD)
-	$(NVCC) $(NVFLAGS) -MMD -MP -MF $@.d $< -o $@
-
+	$(COMPILE_CUDA)
 $(BUILD)/ladders_gpu: dev/cuda/ladders.cu Makefile | need_nvcc $(BUILD)
-	$(NVCC) $(NVFLAGS) -MMD -MP -MF $@.d $< -o $@
+	$(COMPILE_CUDA)
 
 need_nvcc:
 	$(if $(NVCC),,$(error no nvcc on this machine: install the CUDA Toolkit, or put its bin folder into PATH; the \
 	  CPU trainer (make) and the emulator (make train_emulated) need neither))
+	$(if $(TOO_OLD),$(error GPU_ARCH=$(GPU_ARCH): needs 8.0 or newer, written as GPU_ARCH=80))
 
 $(BUILD):
 	@mkdir -p $@
@@ -162,9 +159,14 @@ train: all
 
 # Tests start many short programs, some with more threads than cores: threads that wait must not keep a core
 # busy.
-test: all data/text_to_shards $(TESTS) $(filter $(BUILD)/%,$(SANITIZED)) $(EMULATED) \
-      $(if $(EMULATED),$(BUILD)/train_emulated)
-	@OMP_WAIT_POLICY=passive bash tests/run.sh $(TESTS) $(SANITIZED) $(EMULATED) $(TEST_SCRIPTS)
+RUN_TESTS = OMP_WAIT_POLICY=passive bash tests/run.sh
+# What a list of tests needs besides itself: the programs, and for two scripts the CUDA trainer in the emulator.
+needs     = $(filter $(BUILD)/%,$(1)) all data/text_to_shards $(if $(filter tests/test_cuda_%.sh,$(1)), \
+              $(if $(CUDA_TESTS),$(BUILD)/train_emulated $(BUILD)/test_run $(BUILD)/test_crash))
+test: $(call needs,$(call chosen,$(QUICK)))
+	@$(RUN_TESTS) $(call chosen,$(QUICK))
+test_all: $(call needs,$(call chosen,$(FULL)))
+	@$(RUN_TESTS) $(call chosen,$(FULL))
 
 # libFuzzer on everything that reads files or text, FUZZ_SECONDS each; what it finds stays in build/fuzz.
 fuzz: $(if $(shell command -v clang++),$(FUZZERS) $(BUILD)/test_fuzz_asan)
@@ -193,10 +195,9 @@ bench_gpu: need_nvcc
 	@$(MAKE) $(BUILD)/ladders_gpu
 	$(BUILD)/ladders_gpu $(ARGS)
 
-# Registers, spills, shared memory and occupancy of the kernels that training spends its time in; fails if one
-# spills.
+# Registers, spills and shared memory of every kernel; fails if one that training spends its time in spills.
 ptxas: train_rdattnres.cu | need_nvcc
-	$(NVCC) $(NVFLAGS) -Xptxas -v -c $< -o /dev/null 2>&1 | python3 dev/ptxas.py $(ARGS)
+	$(NVCC) $(NVFLAGS) -Xptxas -v -c $< -o /dev/null 2>&1 | python3 dev/ptxas.py
 
 # The paired experiment in small: two arms, report and pictures, in a minute.
 paired: all
@@ -206,28 +207,24 @@ paired: all
 	python3 dev/paired/plot.py --results runs/paired/smoke/results --if-possible
 
 doc:
-	python3 dev/doc/symbols.py
 	python3 dev/doc/depth_memory.py
 
 help:
 	@echo "make                    build train_rdattnres_cpu"
 	@echo "make train              train the tiny preset on generated stories; ARGS='--seed 2' adds flags"
-	@echo "make test               run every test; ends with: N passed, N failed, N skipped"
+	@echo "make test               what a user needs; ends with: N passed, N failed, N skipped; ONLY=test_model: one"
+	@echo "make test_all           every test: sanitizers, all builds of the emulator, fuzz seeds, crash loops"
 	@echo "make fuzz               libFuzzer on every reader of files and flags, a minute each; FUZZ_SECONDS=600"
 	@echo "make tidy               clang-tidy: index arithmetic and mistakes of that kind"
 	@echo "make data/text_to_shards  the tool that turns text into token shards"
-	@echo "make train_rdattnres    the CUDA trainer; needs nvcc. GPU_ARCH=90 names the architecture; default: the"
-	@echo "                        card's, or code for 8.0 and 9.0 and PTX where there is no card"
+	@echo "make train_rdattnres    the CUDA trainer; needs nvcc. GPU_ARCH=90 names the architecture; default: the card's"
 	@echo "make train_emulated     the CUDA trainer without a GPU: a very small run; ARGS='--steps 3' changes it"
 	@echo "make test_gpu           the CUDA tests on a real card"
-	@echo "make ptxas              registers, spills, shared memory, occupancy of the kernels; fails if one"
-	@echo "                        spills; needs python3"
+	@echo "make ptxas              registers, spills, shared memory of the kernels; needs nvcc and python3"
 	@echo "make paired             the paired experiment in small: runs, report, pictures; needs python3"
-	@echo "make doc                the symbol table and the picture, made again"
-	@echo "make bench              tokens/s, share of peak, memory of a training step, every arm;"
-	@echo "                        ARGS='small rd,block'"
-	@echo "make bench_gpu          the kernel ladders of dev/cuda on a real card: time and bandwidth of every"
-	@echo "                        rung; ARGS='adamw'"
+	@echo "make doc                the picture of the depth memory, made again"
+	@echo "make bench              tokens/s, share of peak, memory of a training step; ARGS='small rd,block'"
+	@echo "make bench_gpu          the kernel ladders of dev/cuda on a real card; ARGS='adamw'"
 	@echo "make clean              remove what was built (runs/ stays)"
 	@echo
 	@echo "switches: CXX=clang++   PORTABLE=1 (not only this processor)   NO_OMP=1 (one thread)"

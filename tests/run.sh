@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Runs the test programs and scripts given as arguments, one after the other, prints what they print, adds up
-# their totals and ends with one line:  N passed, N failed, N skipped
+# Runs the test programs and scripts given as arguments, one after the other, prints what they print and the
+# seconds each took, adds up their totals and ends with one line:  N passed, N failed, N skipped
 #
 # A program must itself end with such a line. One that crashes, or ends without totals, counts as one more
 # failure, so that nothing is lost when a test dies half-way. *.py runs under python3 (skipped with its reason
-# where there is none), *.sh under bash. "skip:what: why" stands for a program that could not be built here.
+# where there is none), *.sh under bash.
 # Exit status 0 only if nothing failed.
 set -u
 passed=0 failed=0 skipped=0
@@ -15,9 +15,6 @@ trap 'rm -f "$output"' EXIT
 for program in "$@"; do
   echo "== $program"
   case $program in
-    skip:*) echo "skip ${program#skip:}"
-            skipped=$((skipped + 1))
-            continue ;;
     *.py) command=(python3 "$program")
           if ! command -v python3 >/dev/null; then
             echo "skip $program: no python3 on this machine"
@@ -28,6 +25,7 @@ for program in "$@"; do
     */*)  command=("$program") ;;
     *)    command=("./$program") ;;
   esac
+  start=$SECONDS
   "${command[@]}" 2>&1 | tee "$output"
   status=${PIPESTATUS[0]}
   if [[ $(tail -n 1 "$output") =~ ^([0-9]+)\ passed,\ ([0-9]+)\ failed,\ ([0-9]+)\ skipped$ ]]; then
@@ -48,6 +46,7 @@ for program in "$@"; do
     failed=$((failed + $(grep -c '^FAIL ' "$output") + 1))
     skipped=$((skipped + $(grep -c '^skip ' "$output")))
   fi
+  echo "   $((SECONDS - start)) s"
   echo
 done
 echo "$passed passed, $failed failed, $skipped skipped"

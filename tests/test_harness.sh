@@ -38,6 +38,7 @@ runs "shell scripts"                "1 passed, 0 failed, 0 skipped|status 0" scr
 if command -v python3 > /dev/null; then
   runs "Python scripts"               "1 passed, 0 failed, 0 skipped|status 0" script.py
 fi
+expect "the seconds of each program" "$(run good good | grep -c '^   [0-9]* s$')" 2
 runs "nothing to run is an error"   "usage: tests/run.sh program...|status 2"
 
 # check.h: one program with every way a case can end.
@@ -65,6 +66,25 @@ if ${CXX:-g++} -std=c++17 -I. "$folder/cases.cpp" -o "$folder/cases"; then
 else
   expect "check.h compiles" no yes
 fi
+
+# The Makefile: which GPU code it asks nvcc for. nvidia-smi prints its failures on stdout.
+unset GPU_ARCH MAKEFLAGS MFLAGS MAKELEVEL
+code() {  # name, what should come out, what nvidia-smi prints, its exit status, arguments of make
+  program nvidia-smi "echo \"$3\"; exit $4"
+  plan=$(PATH=$folder:$PATH make -n NVCC=nvcc train_rdattnres "${@:5}" 2>&1)
+  expect "GPU code: $1" "$(grep -oE 'code=\S+|needs 8.0 or newer' <<< "$plan" | paste -sd ' ')" "$2"
+}
+any="code=[sm_80] code=[sm_90,compute_90]"
+code "the card's, and its PTX"          "code=[sm_89,compute_89]" 8.9 0
+code "the first of two cards"           "code=[sm_120,compute_120]" $'12.0\n9.0' 0
+code "no card"                          "$any" "No devices were found" 6
+code "no driver"                        "$any" "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver." 9
+code "a card that does not say"         "$any" "[N/A]" 0
+code "GPU_ARCH, whatever the card is"   "code=[sm_90,compute_90]" 8.9 0 GPU_ARCH=90
+code "GPU_ARCH with its own letter"     "code=[sm_90a,compute_90a]" 8.9 0 GPU_ARCH=90a
+code "a card that is too old"           "needs 8.0 or newer" 7.5 0
+code "GPU_ARCH that is too old"         "needs 8.0 or newer" 8.9 0 GPU_ARCH=75
+code "GPU_ARCH with a dot"              "needs 8.0 or newer" 8.9 0 GPU_ARCH=9.0
 
 echo "$passed passed, $failed failed, 0 skipped"
 [ "$failed" -eq 0 ]
