@@ -22,7 +22,7 @@ import statistics
 import sys
 
 from study import (ARMS, BASELINE, PROPOSAL, Study, StudyError, check_against_study, check_comparable,
-                   is_number, read_notes, read_summaries, state_of, step_tokens, without_folders)
+                   is_number, read_json, read_notes, read_summaries, state_of, step_tokens, without_folders)
 
 # The numbers of the paper (arXiv 2608.01075) that a study is held against: validation NLL of rd minus block at
 # 2.0B tokens. The values of single seeds are read off its figure, each to +-0.0005; means and perplexity
@@ -192,7 +192,7 @@ def summarise(state, log):
             summary["js"].append([step, event["tokens"], event["js_nats"]])
             summary["routes"] = {k: event[k] for k in ("step", "qk", "v", "js_nats", "js_bits")}
     settled = [e for e in steps[1:] if is_number(e.get("tok_s"))]  # the first step also warms up
-    speed = {key: statistics.median(e[key] for e in settled) for key in ("tok_s", "ms") if settled}
+    speed = {"tok_s": statistics.median(e["tok_s"] for e in settled)} if settled else {}
     return summary, speed
 
 
@@ -218,16 +218,6 @@ def collect(study, root, results):
         speeds[run.name] = speed
     write_text(os.path.join(results, "study.json"), study.source)
     write_json(os.path.join(results, "speed.json"), speeds)
-
-
-def read_json(path, default):
-    try:
-        with open(path, encoding="utf-8") as f:
-            return json.load(f)
-    except FileNotFoundError:
-        return default
-    except ValueError as e:
-        raise StudyError("%s: not JSON: %s" % (path, e))
 
 
 def write_json(path, value):
@@ -403,9 +393,10 @@ def report(results):
     out += ["## In short", ""]
     for size in sizes:
         steps = study.milestone_steps[size] or [results.last_step(size)]
-        final = results.compare(size, PROPOSAL, BASELINE, steps[-1])
-        out.append("- %s, %s tokens: %s." %
-                   (results.label(size), tokens_at(results, size, steps[-1]), verdict(final)))
+        reached = [s for s in steps if results.compare(size, PROPOSAL, BASELINE, s).n] or steps
+        for step in sorted({reached[-1], steps[-1]}):  # the last one, and before it how far the pairs are
+            c = results.compare(size, PROPOSAL, BASELINE, step)
+            out.append("- %s, %s tokens: %s." % (results.label(size), tokens_at(results, size, step), verdict(c)))
     out.append("")
     out += runs_section(results, sizes)
 

@@ -31,11 +31,11 @@ LOOKS = {  # arm: colour, dash, marker
     "frozen-v": ("#CC79A7", (0, (3, 1.5)), "v")
 }
 STYLE = {
-    "figure.dpi": 100, "savefig.dpi": 160, "font.size": 10, "axes.titlesize": 10.5, "axes.labelsize": 10,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#dddddd",
-    "grid.linewidth": 0.6, "axes.axisbelow": True, "legend.frameon": False,
-    "figure.constrained_layout.use": True, "svg.fonttype": "none", "svg.hashsalt": "rdattnres",
-    "axes.edgecolor": "#444444", "lines.linewidth": 1.6
+    "figure.dpi": 100, "savefig.dpi": 160, "figure.constrained_layout.use": True, "font.size": 10,
+    "axes.titlesize": 10.5, "axes.labelsize": 10, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.grid": True, "axes.axisbelow": True, "axes.edgecolor": "#444444", "grid.color": "#dddddd",
+    "grid.linewidth": 0.6, "legend.frameon": False, "lines.linewidth": 1.6,
+    "svg.fonttype": "none", "svg.hashsalt": "rdattnres",
 }
 
 
@@ -58,12 +58,6 @@ def tokens_axis(ax):
     ax.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(6))
 
 
-def curves(results, size, arm, split="val"):
-    """[(tokens, losses of the arm's runs)] at every validation some run of the arm has."""
-    return [(tokens, [v for v in results.values(size, arm, step, split).values() if is_number(v)])
-            for step, tokens in results.val_steps(size, split)]
-
-
 def draw_loss(results, folder):
     fig, axes = panels(results, height=3.3, rows=2)
     labels = {}
@@ -72,7 +66,8 @@ def draw_loss(results, folder):
         last = max([t for _, t in results.val_steps(size)] or [1])
         means = []
         for arm in results.arms(size):
-            points = [(t, v) for t, v in curves(results, size, arm) if t > 0 and v]
+            losses = [(t, results.values(size, arm, step).values()) for step, t in results.val_steps(size)]
+            points = [(t, v) for t, v in ((t, [x for x in v if is_number(x)]) for t, v in losses) if t > 0 and v]
             if not points:
                 continue
             colour, dash, marker = LOOKS[arm]

@@ -56,7 +56,6 @@ class Run:
         self.name = "%s-%s-s%d" % (size, arch, seed)
         self.flags = dict(study.size_flags[size], arch=arch, seed=seed)
         self.env = dict(study.env, **study.sizes[size].get("env", {}))
-        self.milestones = study.milestones[size]
         self.milestone_steps = study.milestone_steps[size]
 
     def folder(self, root):
@@ -100,7 +99,7 @@ class Study:
                                  (setting, ", ".join(sorted(self.variables)) or "(it has none)"))
             self.variables[name] = value
 
-        self.size_flags, self.milestones, self.milestone_steps = {}, {}, {}
+        self.size_flags, self.milestone_steps = {}, {}
         for size, entry in self.sizes.items():
             if not re.fullmatch(r"[A-Za-z0-9_.]+", size):
                 raise StudyError("%s: size '%s': letters, digits, '_' and '.' only" % (path, size))
@@ -157,7 +156,7 @@ class Study:
             found.append(step)
         if sorted(set(found)) != found:
             raise StudyError("%s: milestones must rise, each at its own validation step" % where)
-        self.milestones[size], self.milestone_steps[size] = list(tokens), found
+        self.milestone_steps[size] = found
 
 
 def step_tokens(flags):
@@ -270,15 +269,20 @@ def without_folders(config):
 # ---- summaries: what is kept of a run, written by analyse.py -------------------------------------------------
 def read_summaries(folder):
     """{run name: summary} of a results folder; empty if there are none."""
-    found, folder = {}, os.path.join(folder, "summaries")
-    for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else []:
-        if name.endswith(".json"):
-            try:
-                with open(os.path.join(folder, name), encoding="utf-8") as f:
-                    found[name[:-5]] = json.load(f)
-            except (OSError, ValueError) as e:
-                raise StudyError("%s: %s" % (os.path.join(folder, name), e))
-    return found
+    folder = os.path.join(folder, "summaries")
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    return {name[:-5]: read_json(os.path.join(folder, name)) for name in names if name.endswith(".json")}
+
+
+def read_json(path, default=None):
+    """What the file holds; the default if there is no such file."""
+    try:
+        with open(path, encoding="utf-8") as f:
+            return json.load(f)
+    except FileNotFoundError:
+        return default
+    except (OSError, ValueError) as e:
+        raise StudyError("%s: not JSON: %s" % (path, e))
 
 
 # ---- comparing -----------------------------------------------------------------------------------------------
