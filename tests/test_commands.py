@@ -82,6 +82,8 @@ CHECK = {
     "python3 dev/paired/plot.py --results results/paper_s",
     "python3 dev/paired/gpt2_to_bytes.py --tokenizer gpt2_tokenizer.bin --out data/fineweb_edu_bytes "
     "data/fineweb_edu/edu_fineweb_*.bin",
+    "python3 dev/paired/agreement.py nanogpt ../nanogpt-attnres-repro",
+    "python3 dev/paired/agreement.py fla ../flash-linear-attention",
     "python3 dev/paired/run.py dev/paired/studies/small.json --jobs 2 --threads 1",
     "python3 dev/paired/analyse.py dev/paired/studies/small.json --results results/small",
 }
