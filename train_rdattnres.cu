@@ -38,23 +38,20 @@
 #include <utility>
 #include <vector>
 
-#include "dev/common/check.h"       // fatal, checked_mul, human_bytes
+#include "dev/common/errors.h"      // fatal, checked_mul, human_bytes
 #include "dev/common/checkpoint.h"  // checkpoint_write, Checkpoint: safetensors files
 #include "dev/common/config.h"      // Config, TENSOR_TABLE, Tensors, num_routes, bank_index
 #include "data/stories.h"           // tell_story, StoryMarks: the built-in corpus and its questions
-#include "dev/common/data.h"        // Data, open_data: the splits of a run
-#include "dev/common/events.h"      // validation_event, routes_event, ...: lines of the log
 #include "dev/common/flags.h"       // Options, parse_flags, config_from: the command line
 #include "dev/common/flops.h"       // training_flops, find_card
 #include "dev/common/log.h"         // Log, Event: log.jsonl
 #include "dev/common/profile.h"     // ProfileRow, profile_table
-#include "dev/common/random.h"      // normal, uniform: counter-based random numbers
-#include "dev/common/report.h"      // RouteStats and what people see on the screen
-#include "dev/common/run.h"         // the run's folder, its checkpoints, Ctrl-C
-#include "dev/common/sampler.h"     // sample_token: temperature, top-k, top-p
-#include "dev/common/schedule.h"    // learning_rate
-#include "dev/common/shards.h"      // TokenData, training_example: which tokens come when
+#include "dev/common/random.h"      // normal, uniform: counter-based random numbers; sample_token
+#include "dev/common/report.h"      // RouteStats, and what people and the log are told
+#include "dev/common/run.h"         // the run's folder and its checkpoints
+#include "dev/common/shards.h"      // TokenData, training_example: which tokens come when; open_data
 #include "dev/common/tokenizer.h"   // Tokenizer: bytes, or a GPT-2 vocabulary file
+#include "dev/common/train.h"       // learning_rate, and how a run is stopped
 
 // ---- the thinnest wrappers: checked calls, launches, single instructions --------------------------------
 // Compiled as plain C++ for the CPU emulator, emulated_device.h supplies the functions of this section instead.
@@ -3168,7 +3165,7 @@ static int run_training(const Options& options, Checkpoint& checkpoint, const ch
   run.tokenizer = o.tokenizer.empty() ? Tokenizer::bytes() : Tokenizer::load(o.tokenizer);
   const Config& config = run.config = config_from(o, run.tokenizer.size);
   check_config(config);
-  run.data = open_data(o, config);
+  run.data = uses_stories(o) ? story_data(config) : open_data(o, config);
   device_open();
   print_start(run);
   if (o.dry_run) {

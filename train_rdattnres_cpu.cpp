@@ -28,21 +28,18 @@
 #include <string>
 #include <vector>
 
-#include "dev/common/check.h"       // fatal, alloc_array
+#include "dev/common/errors.h"      // fatal, alloc_array
 #include "dev/common/checkpoint.h"  // checkpoint_write, Checkpoint: safetensors files
 #include "dev/common/config.h"      // Config, TENSOR_TABLE, Tensors, source_slots
-#include "dev/common/random.h"      // normal, uniform: counter-based random numbers
+#include "dev/common/random.h"      // normal, uniform: counter-based random numbers; sample_token
 #include "data/stories.h"           // tell_story, StoryMarks: the built-in corpus and its questions
-#include "dev/common/data.h"        // Data, open_data: the splits of a run
-#include "dev/common/events.h"      // validation_event, routes_event, ...: lines of the log
 #include "dev/common/flags.h"       // Options, parse_flags, config_from: the command line
 #include "dev/common/log.h"         // Log, Event: log.jsonl
-#include "dev/common/report.h"      // RouteStats and what people see on the screen
-#include "dev/common/run.h"         // the run's folder, its checkpoints, Ctrl-C
-#include "dev/common/sampler.h"     // sample_token: temperature, top-k, top-p
-#include "dev/common/schedule.h"    // learning_rate
-#include "dev/common/shards.h"      // TokenData, training_example: which tokens come when
+#include "dev/common/report.h"      // RouteStats, and what people and the log are told
+#include "dev/common/run.h"         // the run's folder and its checkpoints
+#include "dev/common/shards.h"      // TokenData, training_example: which tokens come when; open_data
 #include "dev/common/tokenizer.h"   // Tokenizer: bytes, or a GPT-2 vocabulary file
+#include "dev/common/train.h"       // learning_rate, and how a run is stopped
 
 // A test may include this file twice, as float and as double: see tests/.
 #ifndef REAL
@@ -1291,7 +1288,6 @@ StepResult train_step(Model& m, const TokenData& data, const Options& o, size_t 
 #undef CPU_NAMESPACE
 
 #ifndef TESTING
-#include "dev/common/processor.h"  // a program built for one processor says so on another
 using namespace cpu;
 
 // ---- main ----------------------------------------------------------------------------------------------
@@ -1406,7 +1402,7 @@ int main(int argc, char** argv) {
   }
   run.tokenizer = o.tokenizer.empty() ? Tokenizer::bytes() : Tokenizer::load(o.tokenizer);
   const Config& config = run.config = config_from(o, run.tokenizer.size);
-  run.data = open_data(o, config);
+  run.data = uses_stories(o) ? story_data(config) : open_data(o, config);
   print_start(run);
   if (o.dry_run) return 0;
 

@@ -17,8 +17,11 @@
 #include <string>
 #include <vector>
 
-#include "../dev/common/random.h"  // uniform
-#include "sha256.h"                // sha256_prefix
+#include "data/sha256.h"        // sha256_prefix
+#include "dev/common/errors.h"  // fatal, format
+#include "dev/common/log.h"     // Event, Progress
+#include "dev/common/random.h"  // uniform
+#include "dev/common/shards.h"  // Data, TokenData
 
 enum class StorySplit { train, val, test };
 
@@ -273,6 +276,27 @@ inline std::vector<uint16_t> story_tokens(StorySplit split, size_t min_tokens, s
   return all;
 }
 
+// The splits of a run on stories. How many tokens there are is fixed, so that a run made longer goes on with
+// the same data.
+constexpr size_t STORY_TRAIN_TOKENS = 8 << 20, STORY_VAL_TOKENS = 1 << 17, STORY_MIN_CONTEXT = 64;
+
+inline Data story_data(const Config& config) {
+  if (config.T < STORY_MIN_CONTEXT)
+    fatal(EXIT_USAGE,
+          "--context: got %zu, expected at least %zu: the built-in stories need room for a question", config.T,
+          STORY_MIN_CONTEXT);
+  const auto split = [&](StorySplit which, const char* name, size_t tokens) {
+    TokenData data = TokenData::from_tokens(story_tokens(which, tokens, config.T), name, config.V);
+    data.require_window(config.T);
+    return data;
+  };
+  Data data;
+  data.stories = true;
+  data.train = split(StorySplit::train, "built-in stories", STORY_TRAIN_TOKENS);
+  data.val = split(StorySplit::val, "held-out stories", STORY_VAL_TOKENS);
+  return data;
+}
+
 // ---- marking -------------------------------------------------------------------------------------------
 // Right answers by kind, beside what two readers get who do not look back: one who always gives the answer that
 // is right most often for that kind of question, and one who gives the last name of the right sort.
@@ -311,3 +335,39 @@ class StoryMarks {
   };
   Kind kinds[NUM_STORY_KINDS];
 };
+
+// Right answers in held-out stories, by kind of question, beside what readers get who do not look back.
+inline std::string answers_table(const StoryMarks& marks, size_t num_stories) {
+  std::string text = format("%-34sasked    right   best guess   latest name\n",
+                            format("answers in %zu held-out stories", num_stories).c_str());
+  const auto add = [&](const char* name, const StoryMarks::Row& row) {
+    const double percent = 100 / double(std::max<size_t>(row.asked, 1));
+    text += format("  %-26s%7zu%8.0f%%%13.0f%%%14.0f%%\n", name, row.asked, double(row.right) * percent,
+                   double(row.guessed) * percent, double(row.latest) * percent);
+  };
+  for (size_t kind = 0; kind < NUM_STORY_KINDS; kind++) add(STORY_KIND_NAMES[kind], marks.row(StoryKind(kind)));
+  add("looking back", marks.total(StoryKind::where_person));
+  add("together", marks.total());
+  return text;
+}
+// The same in short, while the run goes on:
+// "answers step 100 | told in the last sentence 97% of 61 | looking back 55% of 205, latest name 36%"
+inline std::string answers_line(size_t step, const StoryMarks& marks) {
+  const StoryMarks::Row told = marks.row(StoryKind::just_told), back = marks.total(StoryKind::where_person);
+  const auto percent = [](size_t n, size_t of) { return 100 * double(n) / double(std::max<size_t>(of, 1)); };
+  return format("answers step %zu | %s %.0f%% of %zu | looking back %.0f%% of %zu, latest name %.0f%%\n", step,
+                STORY_KIND_NAMES[0], percent(told.right, told.asked), told.asked,
+                percent(back.right, back.asked), back.asked, percent(back.latest, back.asked));
+}
+
+// Right answers, the model's and those of the two readers who do not look back.
+inline Event answers_event(const Progress& at, const char* which, const StoryMarks::Row& row) {
+  Event event("val");
+  return event.add("step", at.step)
+      .add("tokens", at.tokens)
+      .add("split", which)
+      .add("count", row.asked)
+      .add("right", row.right)
+      .add("guessed", row.guessed)
+      .add("latest", row.latest);
+}

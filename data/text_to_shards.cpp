@@ -15,11 +15,11 @@
 
 #include <dirent.h>
 
-#include "../dev/common/check.h"      // fatal, format, parse_count
-#include "../dev/common/files.h"      // OutFile, make_folders, lock_folder
-#include "../dev/common/shards.h"     // SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER
-#include "../dev/common/tokenizer.h"  // Tokenizer
-#include "sha256.h"                   // sha256_prefix
+#include "dev/common/errors.h"     // fatal, format, parse_count
+#include "dev/common/files.h"      // OutFile, make_folders, lock_folder
+#include "dev/common/shards.h"     // SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER
+#include "dev/common/tokenizer.h"  // Tokenizer
+#include "data/sha256.h"           // sha256_prefix
 
 enum class BadUtf8 { error, replace, skip };
 constexpr const char* BAD_UTF8_NAMES[] = {"error", "replace", "skip"};  // by enum value

@@ -12,7 +12,7 @@
 #include <omp.h>
 #endif
 
-#include "check.h"  // CHECK_CLOSE
+#include "tests/check.h"  // CHECK_CLOSE
 
 constexpr double ERROR_RATIO = 4;     // our error against the plain loops', rms over rms
 constexpr double LARGEST_RATIO = 16;  // and the largest over the largest

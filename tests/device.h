@@ -15,7 +15,7 @@
 #include <cstring>
 #include <vector>
 
-#include "reference.h"  // round_bf16
+#include "tests/reference.h"  // round_bf16
 
 using gpu::bf16;
 using reference::round_bf16;

@@ -10,11 +10,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "dev/common/json.h"         // Json
-#include "dev/common/random.h"       // philox: made-up tokens
-#include "dev/common/safetensors.h"  // Checkpoint
-#include "dev/common/shards.h"       // SHARD_MAGIC
-#include "tests/child.h"             // Scratch
+#include "dev/common/text.h"        // Json
+#include "dev/common/random.h"      // philox: made-up tokens
+#include "dev/common/checkpoint.h"  // Checkpoint
+#include "dev/common/shards.h"      // SHARD_MAGIC
+#include "tests/child.h"            // Scratch
 
 inline const Scratch scratch;  // of this test, removed at its end
 inline const std::string& folder = scratch.path;

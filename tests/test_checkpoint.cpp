@@ -13,6 +13,7 @@
 #include "dev/common/checkpoint.h"
 #include "dev/common/random.h"
 #include "dev/common/run.h"
+#include "dev/common/train.h"
 #include "tests/check.h"
 #include "tests/child.h"
 
@@ -145,7 +146,7 @@ static void test_config(const Scratch&) {
       {"layers", "0", "metadata: layers is '0', expected a whole number from 1 to 4096"},
       {"width", "99999999999999999999", "metadata: width is '99999999999999999999', expected a whole number"},
       {"heads", "-4", "metadata: heads is '-4', expected a whole number"},
-      {"heads", "3", "metadata: heads: got 3; expected width / heads, here 128 / 3"},
+      {"heads", "3", "metadata: heads: got 3; expected width / heads, here 64 / 3"},
       {"block-size", "3", "metadata: block-size: got 3, expected an even number"},
       {"vocab", "", "metadata: vocab is '', expected a whole number from 2"},
       {"format_version", "rdattnres-9", "metadata: format_version is 'rdattnres-9', expected rdattnres-1"},

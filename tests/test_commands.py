@@ -265,9 +265,9 @@ def split(command):
 
 def without_gpu_flags(arguments):
     """The arguments but for the flags, and their values, that the table has for the CUDA trainer alone."""
-    options = (ROOT / "dev/common/options.h").read_text()
+    options = (ROOT / "dev/common/flags.h").read_text()
     table = re.findall(r'^    \{"([\w-]+)", &O::\w+, "(.*?)",.* GPU, ', options, re.M)
-    assert len(table) > 1, "dev/common/options.h: the flags for the GPU are not found"
+    assert len(table) > 1, "dev/common/flags.h: the flags for the GPU are not found"
     rest = list(arguments)
     for name, value in table:
         if f"--{name}" in rest:

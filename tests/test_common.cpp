@@ -7,20 +7,20 @@
 
 #include <sys/resource.h>
 
-#include "dev/common/check.h"
+#include "dev/common/errors.h"
 #include "dev/common/flags.h"
 #include "dev/common/flops.h"
-#include "dev/common/json.h"
+#include "dev/common/text.h"
 #include "dev/common/log.h"
 #include "dev/common/profile.h"
 #include "dev/common/random.h"
 #include "dev/common/report.h"
-#include "dev/common/sampler.h"
-#include "dev/common/schedule.h"
+#include "data/stories.h"
+#include "dev/common/train.h"
 #include "tests/check.h"
 #include "tests/child.h"
 
-// ---- check.h -------------------------------------------------------------------------------------------
+// ---- errors.h ------------------------------------------------------------------------------------------
 
 static void test_check() {
   TEST("an error is one line on stderr, after what was printed before, with the status asked for");
@@ -331,7 +331,7 @@ static void test_sampler() {
   CHECK_EQ(sample_token(zero_first.data(), 2, 1, 0, 1, 0), 1);
 }
 
-// ---- json.h, log.h -------------------------------------------------------------------------------------
+// ---- text.h, log.h -------------------------------------------------------------------------------------
 
 static void test_json() {
   TEST("JSON: what is read");

@@ -7,17 +7,17 @@
 #define TESTING
 #define CPU_NAMESPACE cpu_double
 #define REAL double
-#include "../train_rdattnres_cpu.cpp"  // cpu_double: what is wanted
+#include "train_rdattnres_cpu.cpp"  // cpu_double: what is wanted
 #define CPU_NAMESPACE cpu_float
 #define REAL float
-#include "../train_rdattnres_cpu.cpp"  // cpu_float: plain code
+#include "train_rdattnres_cpu.cpp"  // cpu_float: plain code
 
 #include <memory>
 
-#include "../train_rdattnres.cu"
+#include "train_rdattnres.cu"
 
-#include "check.h"
-#include "device.h"  // Array, compare: numbers on the device, and their errors
+#include "tests/check.h"
+#include "tests/device.h"  // Array, compare: numbers on the device, and their errors
 
 constexpr double EXTREME = 1e4;  // logits that no softmax survives unless it subtracts their maximum
 

@@ -11,21 +11,21 @@
 #define TESTING
 #define CPU_NAMESPACE cpu_double
 #define REAL double
-#include "../train_rdattnres_cpu.cpp"  // cpu_double: what is wanted
+#include "train_rdattnres_cpu.cpp"  // cpu_double: what is wanted
 #define CPU_NAMESPACE cpu_float
 #define REAL float
-#include "../train_rdattnres_cpu.cpp"  // cpu_float: plain code, and the other end of exchanged checkpoints
+#include "train_rdattnres_cpu.cpp"  // cpu_float: plain code, and the other end of exchanged checkpoints
 
-#include "../train_rdattnres.cu"
+#include "train_rdattnres.cu"
 
 #include <sys/resource.h>
 #include <sys/stat.h>
 
 #include <array>
 
-#include "check.h"
-#include "child.h"      // in_child, refuses
-#include "reference.h"  // plain loops that round to bf16
+#include "tests/check.h"
+#include "tests/child.h"      // in_child, refuses
+#include "tests/reference.h"  // plain loops that round to bf16
 
 using gpu::bf16;
 using reference::round_bf16;

@@ -18,7 +18,7 @@
 #include <thread>
 #include <vector>
 
-#include "check.h"
+#include "tests/check.h"
 
 typedef __nv_bfloat16 bf16;
 using emu::Order;

@@ -5,17 +5,17 @@
 // held against the chain rule, recorded operation by operation, and against central differences of the layer's
 // own forward. Every layer must also give the same bits for any number of threads, add where it says "adds",
 // and overwrite (fresh memory is NaN) where it does not.
-#include "check.h"      // TEST, CHECK, finish
-#include "compare.h"    // same_bits, check_error
-#include "reference.h"  // the same layers as plain loops, gradients without a backward
+#include "tests/check.h"      // TEST, CHECK, finish
+#include "tests/compare.h"    // same_bits, check_error
+#include "tests/reference.h"  // the same layers as plain loops, gradients without a backward
 
 #define TESTING
 #define CPU_NAMESPACE cpu_float
 #define REAL float
-#include "../train_rdattnres_cpu.cpp"
+#include "train_rdattnres_cpu.cpp"
 #define CPU_NAMESPACE cpu_double
 #define REAL double
-#include "../train_rdattnres_cpu.cpp"
+#include "train_rdattnres_cpu.cpp"
 
 using reference::Array;
 using reference::Random;

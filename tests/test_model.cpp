@@ -8,17 +8,17 @@
 
 #include <set>
 
-#include "check.h"      // TEST, CHECK, finish
-#include "compare.h"    // same_bits, check_error
-#include "reference.h"  // the model from its definition, gradients without a backward
+#include "tests/check.h"      // TEST, CHECK, finish
+#include "tests/compare.h"    // same_bits, check_error
+#include "tests/reference.h"  // the model from its definition, gradients without a backward
 
 #define TESTING
 #define CPU_NAMESPACE cpu_float
 #define REAL float
-#include "../train_rdattnres_cpu.cpp"
+#include "train_rdattnres_cpu.cpp"
 #define CPU_NAMESPACE cpu_double
 #define REAL double
-#include "../train_rdattnres_cpu.cpp"
+#include "train_rdattnres_cpu.cpp"
 
 using reference::Params;
 using reference::Random;

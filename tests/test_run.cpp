@@ -9,7 +9,7 @@
 #include <unistd.h>
 
 #include "dev/common/checkpoint.h"  // checkpoint_write
-#include "dev/common/schedule.h"    // learning_rate
+#include "dev/common/train.h"       // learning_rate
 #include "tests/check.h"
 #include "tests/runs.h"
 

@@ -4,8 +4,8 @@
 #include <set>
 #include <sstream>
 
-#include "../data/stories.h"
-#include "check.h"
+#include "data/stories.h"
+#include "tests/check.h"
 
 constexpr size_t LENGTH = 160, MANY = 3000;
 constexpr const char* GOLDEN =  // story 0: a change of the generator changes everybody's data

@@ -3,7 +3,7 @@
 #include <cctype>
 #include <sstream>
 
-#include "dev/common/json.h"    // json_quote: names of cases on one line
+#include "dev/common/text.h"    // json_quote: names of cases on one line
 #include "dev/common/random.h"  // philox, permute
 #include "dev/common/tokenizer.h"
 #include "tests/check.h"

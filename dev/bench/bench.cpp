@@ -10,10 +10,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "measure.h"  // clock, machine peak, peak memory
+#include "dev/bench/measure.h"  // clock, machine peak, peak memory
 #define TESTING
-#include "../../train_rdattnres_cpu.cpp"
-#include "../common/flops.h"  // training_flops
+#include "train_rdattnres_cpu.cpp"
+#include "dev/common/flops.h"  // training_flops
 #ifdef _OPENMP
 #include <omp.h>
 #endif

@@ -8,9 +8,9 @@
 #include <ctime>
 #include <iostream>
 
-#include "measure.h"  // clocks
+#include "dev/bench/measure.h"  // clocks
 #define TESTING
-#include "../../train_rdattnres_cpu.cpp"
+#include "train_rdattnres_cpu.cpp"
 using namespace cpu;
 
 int main(int argc, char** argv) {

@@ -7,7 +7,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "check.h"  // fatal, format
+#include "dev/common/errors.h"  // fatal, format
 
 // "path: reason", from errno: the form of every message about a file.
 inline std::string file_error(const std::string& path, const char* action) {

@@ -1,15 +1,198 @@
-// flags.h - the command line: --name value or --name=value, and what follows from what was not said.
+// flags.h - every setting of a run, in one table, and the command line: --name value or --name=value.
 //
 //   Options o = parse_flags(argc, argv, Device::cpu);   // wrong use: one line on stderr, exit status 2
 //   if (resuming) adopt_saved(o, checkpoint.metadata);  // what was not given now is as it was then
 //   Config config = config_from(o, tokenizer.size);     // settles what depends on other flags, checks the sum
+//
+// The parser, --help, the table printed at the start, the log's config event and the settings kept in a
+// checkpoint all walk flag_table(): a flag added there is known everywhere.
 #pragma once
+#include <cstring>
 #include <map>
+#include <set>
 #include <sstream>
+#include <string>
+#include <variant>
+#include <vector>
 
-#include "check.h"    // fatal
-#include "config.h"   // Config
-#include "options.h"  // Options, flag_table, PRESETS, model_config
+#include "dev/common/config.h"  // Config, Arch
+#include "dev/common/errors.h"  // fatal, format
+#include "dev/common/text.h"    // parse_count, parse_double, number_text
+
+enum class Device { cpu, gpu };
+
+struct Options {
+  // model
+  std::string preset = "tiny", arch = "rd";
+  size_t layers = 0, width = 0, heads = 0, ffn = 0, block_size = 0, context = 0, vocab = 0;
+  // data and files; with neither train nor val, the built-in stories are the data
+  std::string train, val, test, tokenizer, out, resume, init_from;
+  // training; total_batch is in tokens a step, warmup in steps
+  size_t steps = 0, batch = 0, total_batch = 0, warmup = 0, seed = 1;
+  double lr = 0, min_lr_ratio = 0.1, weight_decay = 0.1, clip = 1, query_lr_mult = 1;
+  // seeing and keeping
+  size_t val_every = 0, val_tokens = 0, sample_every = 0, sample_tokens = 0, checkpoint_every = 0, keep = 0;
+  std::string prompt;
+  double temperature = 0.8, top_p = 1;
+  size_t top_k = 0;
+  bool quiet = false, dry_run = false;
+  // GPU
+  std::string dtype = "bf16";
+  bool recompute = false;
+  size_t profile = 0;
+
+  Device device = Device::cpu;
+  std::set<std::string> given;  // flags set on the command line or by a checkpoint, not by a preset
+};
+
+// ---- the table -----------------------------------------------------------------------------------------
+enum FlagTrait {
+  NOW = 1,    // about this call of the program only: a checkpoint does not remember it
+  MODEL = 2,  // part of what was trained: a resumed run cannot change it
+  GPU = 4     // train_rdattnres only
+};
+struct Flag {
+  const char* name;
+  std::variant<std::string Options::*, size_t Options::*, double Options::*, bool Options::*> member;
+  const char* value;  // how help names the value; "a|b" lists the only ones allowed
+  double min, max;    // of a number
+  int traits;
+  const char* help;
+};
+
+inline const std::vector<Flag>& flag_table() {
+  using O = Options;
+  static const std::vector<Flag> table = {
+      {"preset", &O::preset, "tiny|s|m", 0, 0, MODEL, "sizes and training defaults, listed below"},
+      {"arch", &O::arch, "rd|block|tied|average|frozen-v|residual", 0, 0, MODEL, "which routes the model has"},
+      {"layers", &O::layers, "L", 1, 4096, MODEL, "decoder layers, each attention then feed-forward"},
+      {"width", &O::width, "C", 2, 65536, MODEL, "channels of the residual sources"},
+      {"heads", &O::heads, "NH", 1, 4096, MODEL, "attention heads; divides the width, width / heads is even"},
+      {"ffn", &O::ffn, "F", 1, 1048576, MODEL, "feed-forward width"},
+      {"block-size", &O::block_size, "S", 1, 8192, MODEL,
+       "sublayers a block: even, or 1: each output a source"},
+      {"context", &O::context, "T", 1, 1048576, MODEL, "tokens the model looks back on"},
+      {"vocab", &O::vocab, "V", 2, 65536, MODEL, "vocabulary; default: the tokenizer's size, or the preset's"},
+      {"train", &O::train, "GLOB", 0, 0, 0, "training shards; without --train and --val: built-in stories"},
+      {"val", &O::val, "GLOB", 0, 0, 0, "validation shards"},
+      {"test", &O::test, "GLOB", 0, 0, 0, "shards for one evaluation at the end"},
+      {"tokenizer", &O::tokenizer, "FILE", 0, 0, 0, "turns tokens into text; default: bytes"},
+      {"out", &O::out, "DIR", 0, 0, NOW, "folder of the run; default runs/<preset>-<arch>-<seed>"},
+      {"resume", &O::resume, "PATH", 0, 0, NOW, "go on from a run's folder or checkpoint"},
+      {"init-from", &O::init_from, "FILE", 0, 0, NOW, "start from the weights of a checkpoint"},
+      {"steps", &O::steps, "N", 0, 1e12, 0, "optimiser steps"},
+      {"batch", &O::batch, "B", 1, 1048576, 0, "sequences computed at a time"},
+      {"total-batch", &O::total_batch, "TOKENS", 1, 1e12, 0, "tokens a step; a multiple of batch * context"},
+      {"lr", &O::lr, "X", 0, 100, 0, "peak learning rate"},
+      {"min-lr-ratio", &O::min_lr_ratio, "X", 0, 1, 0, "last learning rate / peak"},
+      {"warmup", &O::warmup, "N", 0, 1e12, 0, "steps of linear warm-up; default 2% of the steps"},
+      {"weight-decay", &O::weight_decay, "X", 0, 100, 0, "decay of matrices"},
+      {"clip", &O::clip, "X", 0, 1e12, 0, "largest global gradient norm; 0: no clipping"},
+      {"query-lr-mult", &O::query_lr_mult, "X", 0, 1e6, 0, "learning rate of route queries / that of the rest"},
+      {"seed", &O::seed, "N", 0, 1e19, 0, "initial weights, data order, sampling"},
+      {"val-every", &O::val_every, "N", 0, 1e12, 0, "steps between validations; 0: at the end only"},
+      {"val-tokens", &O::val_tokens, "N", 0, 1e15, 0, "tokens a validation reads; 0: the whole split"},
+      {"sample-every", &O::sample_every, "N", 0, 1e12, 0, "steps between samples; 0: at the end only"},
+      {"sample-tokens", &O::sample_tokens, "N", 0, 1048576, 0, "length of a sample; 0: none"},
+      {"prompt", &O::prompt, "TEXT", 0, 0, 0, "what a sample continues; default: a new document"},
+      {"temperature", &O::temperature, "X", 0, 1000, 0, "of sampling; 0: always the most likely token"},
+      {"top-k", &O::top_k, "K", 0, 65536, 0, "sample from the K most likely tokens; 0: from all"},
+      {"top-p", &O::top_p, "P", 0, 1, 0, "sample from the fewest tokens that hold this probability"},
+      {"checkpoint-every", &O::checkpoint_every, "N", 0, 1e12, 0,
+       "steps between checkpoints; 0: the last only"},
+      {"keep", &O::keep, "N", 0, 1e9, 0, "checkpoints to keep, the newest; 0: all"},
+      {"quiet", &O::quiet, "", 0, 0, NOW, "print only what matters most: no step lines, no pictures"},
+      {"dry-run", &O::dry_run, "", 0, 0, NOW, "print sizes, memory, data and schedule, then stop"},
+      {"dtype", &O::dtype, "bf16|fp32", 0, 0, GPU, "what the GPU computes in"},
+      {"profile", &O::profile, "N", 0, 1e6, NOW | GPU,
+       "time N steps function by function, print a table, go on"},
+      {"recompute", &O::recompute, "", 0, 0, GPU, "recompute activations in the backward pass to save memory"},
+  };
+  return table;
+}
+
+// ---- presets -------------------------------------------------------------------------------------------
+// A preset is a line of flags without the dashes; flags on the command line override it. On a CPU a step is
+// one batch unless --total-batch says otherwise: half a million tokens a step would take hours.
+struct Preset {
+  const char *name, *flags, *cpu, *gpu;
+};
+constexpr Preset PRESETS[] = {
+    {"tiny",
+     "layers 4 width 64 heads 4 ffn 192 block-size 2 context 160 vocab 257 batch 8 steps 2400 lr 3e-3 warmup 50"
+     " val-every 200 val-tokens 32000 sample-every 0 sample-tokens 160 checkpoint-every 500 keep 2",
+     "", ""},
+    {"s",
+     "layers 16 width 576 heads 9 ffn 2880 block-size 4 context 1024 vocab 50257 steps 3815 lr 6e-4"
+     " val-every 250 val-tokens 1048576 sample-every 1000 sample-tokens 128 checkpoint-every 500 keep 2",
+     "batch 1", "batch 32 total-batch 524288"},
+    {"m",
+     "layers 24 width 832 heads 13 ffn 4160 block-size 6 context 1024 vocab 50257 steps 3815 lr 6e-4"
+     " val-every 250 val-tokens 1048576 sample-every 1000 sample-tokens 128 checkpoint-every 500 keep 2",
+     "batch 1", "batch 16 total-batch 524288"},
+};
+
+inline const Flag* find_flag(const std::string& name) {
+  for (const Flag& flag : flag_table())
+    if (name == flag.name) return &flag;
+  return nullptr;
+}
+inline bool is_switch(const Flag& flag) { return std::holds_alternative<bool Options::*>(flag.member); }
+inline bool available(const Flag& flag, Device device) { return device == Device::gpu || !(flag.traits & GPU); }
+
+// ---- values --------------------------------------------------------------------------------------------
+inline std::string range_text(const Flag& flag) {
+  return number_text(flag.min) + " to " + number_text(flag.max);
+}
+
+// Sets a flag from text. Returns what would have been allowed, empty when all is well.
+inline std::string set_flag(Options& o, const Flag& flag, const std::string& text) {
+  if (auto member = std::get_if<std::string Options::*>(&flag.member)) {
+    const std::string choices = std::string("|") + flag.value + "|";
+    const bool listed = text.find('|') == std::string::npos && choices.find("|" + text + "|") != choices.npos;
+    if (strchr(flag.value, '|') && !listed) return flag.value;
+    o.*(*member) = text;
+  } else if (auto member = std::get_if<size_t Options::*>(&flag.member)) {
+    uint64_t n;
+    const bool ok = parse_count(text, &n) && double(n) >= flag.min && double(n) <= flag.max;
+    if (!ok) return "a whole number from " + range_text(flag);
+    o.*(*member) = n;
+  } else if (auto member = std::get_if<double Options::*>(&flag.member)) {
+    double x;
+    if (!parse_double(text, &x) || x < flag.min || x > flag.max) return "a number from " + range_text(flag);
+    o.*(*member) = x;
+  } else {
+    if (text != "true" && text != "false") return "true or false";
+    o.*std::get<bool Options::*>(flag.member) = text == "true";
+  }
+  return "";
+}
+// The value as text that set_flag reads back exactly.
+inline std::string flag_text(const Options& o, const Flag& flag) {
+  if (auto member = std::get_if<std::string Options::*>(&flag.member)) return o.*(*member);
+  if (auto member = std::get_if<size_t Options::*>(&flag.member)) return format("%zu", o.*(*member));
+  if (auto member = std::get_if<double Options::*>(&flag.member)) return number_text(o.*(*member));
+  return o.*std::get<bool Options::*>(flag.member) ? "true" : "false";
+}
+
+// ---- the model -----------------------------------------------------------------------------------------
+// What is wrong with the model's settings taken together, starting with a flag's name; empty if they fit.
+inline std::string model_problem(const Options& o) {
+  if (o.width % o.heads != 0 || o.width / o.heads % 2 != 0)
+    return format("heads: got %zu; expected width / heads, here %zu / %zu, to be an even whole number", o.heads,
+                  o.width, o.heads);
+  if (o.block_size != 1 && o.block_size % 2 != 0)
+    return format("block-size: got %zu, expected an even number of sublayers, or 1", o.block_size);
+  return "";
+}
+inline Config model_config(const Options& o) {
+  Config c;
+  for (int i = 0; i < NUM_ARCHS; i++)
+    if (o.arch == ARCH_NAMES[i]) c.arch = Arch(i);
+  c.L = o.layers, c.C = o.width, c.NH = o.heads, c.F = o.ffn;
+  c.S = o.block_size, c.T = o.context, c.V = o.vocab;
+  return c;
+}
 
 inline const char* program_name(Device device) {
   return device == Device::cpu ? "train_rdattnres_cpu" : "train_rdattnres";
@@ -152,6 +335,9 @@ inline void adopt_saved(Options& o, const std::map<std::string, std::string>& sa
   }
 }
 
+// The built-in corpus, where no shards are named.
+inline bool uses_stories(const Options& o) { return o.train.empty() && o.val.empty() && o.test.empty(); }
+
 // ---- the model asked for -------------------------------------------------------------------------------
 // Settles the options that depend on others and checks those that must fit each other. tokenizer_size is the
 // number of tokens of the tokenizer in use.
@@ -172,6 +358,11 @@ inline Config config_from(Options& o, size_t tokenizer_size) {
   if (most > 0x1p59)
     fatal(EXIT_USAGE, "--batch: got %zu; expected activations, about %.0e numbers here, to fit in 64 bits",
           o.batch, most);
+  const bool validates = !o.val.empty() || !o.test.empty() || o.train.empty();
+  if (validates && o.val_tokens > 0 && o.val_tokens < o.context)
+    fatal(EXIT_USAGE,
+          "--val-tokens: got %zu, expected at least one window of --context %zu tokens, or 0: the whole split",
+          o.val_tokens, o.context);
   if (o.vocab < tokenizer_size && (!o.tokenizer.empty() || (o.train.empty() && o.val.empty())))
     fatal(EXIT_USAGE, "--vocab: got %zu, expected at least the tokenizer's %zu", o.vocab, tokenizer_size);
   if (o.steps > 0 && o.train.empty() && !o.val.empty())

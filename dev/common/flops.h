@@ -5,7 +5,7 @@
 #pragma once
 #include <string>
 
-#include "config.h"  // Config
+#include "dev/common/config.h"  // Config
 
 struct Flops {
   double matmul, attention, routes;

@@ -13,9 +13,14 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "check.h"  // fatal, number_text
-#include "files.h"  // InFile, OutFile
-#include "json.h"   // Json, json_quote
+#include "dev/common/errors.h"  // fatal
+#include "dev/common/files.h"   // InFile, OutFile
+#include "dev/common/text.h"    // Json, json_quote, number_text
+
+// How far a run is: updates done, tokens seen, examples taken.
+struct Progress {
+  size_t step = 0, tokens = 0, position = 0;
+};
 
 // One line of the log. Numbers are written so that they read back exactly; NaN and infinities as null.
 struct Event {

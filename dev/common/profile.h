@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "check.h"  // format
+#include "dev/common/errors.h"  // format
 
 // One function, or one shape of a product, summed over all calls. ms: of its own kernels, not of functions it
 // calls. bytes and flops: what it must move and compute by its formula; 0 where it states none.

@@ -1,12 +1,12 @@
-// report.h - what a person sees: the tables at the start, the line of a step, the picture of the depth routes.
-// Everything here makes text and returns it; the trainers print it.
+// report.h - what a person sees: the tables at the start, the line of a step, the picture of the depth routes;
+// and beside each the event that says the same to programs. Everything here makes text and returns it.
 #pragma once
-#include "../../data/stories.h"  // StoryMarks
-#include "check.h"               // format, human_bytes, human_count
-#include "config.h"              // Config, count_params
-#include "flops.h"               // training_flops, find_card
-#include "options.h"             // flag_table: the settings
-#include "shards.h"              // TokenData
+#include "dev/common/config.h"  // Config, count_params
+#include "dev/common/errors.h"  // format, human_bytes, human_count
+#include "dev/common/flags.h"   // flag_table: the settings
+#include "dev/common/flops.h"   // training_flops, find_card
+#include "dev/common/log.h"     // Event, Progress
+#include "dev/common/shards.h"  // TokenData
 
 // ---- small texts ---------------------------------------------------------------------------------------
 inline std::string with_commas(size_t n) {  // 1234567 -> "1,234,567"
@@ -46,6 +46,17 @@ inline std::string settings_table(const Options& o) {
     row.clear();
   }
   return row.empty() ? text : text + trim_end(row) + "\n";
+}
+
+// The settings of the run and the number of parameters.
+inline Event config_event(const Options& o, const Config& c) {
+  const ParamCount n = count_params(c);
+  Event event("config");
+  return event.add("options", saved_options(o))
+      .add("parameters", n.total)
+      .add("embedding", n.embedding)
+      .add("layers", n.layers)
+      .add("routes", n.routes);
 }
 
 inline std::string model_table(const Config& c) {
@@ -147,34 +158,30 @@ inline std::string step_line(const StepReport& r) {
   return text + (r.eta_seconds >= 0 ? " | eta " + duration_text(r.eta_seconds) : "") + "\n";
 }
 
+inline Event step_event(const Progress& at, const StepReport& r) {
+  Event event("step");
+  return event.add("step", r.step)
+      .add("tokens", at.tokens)
+      .add("loss", r.loss)
+      .add("norm", r.norm)
+      .add("lr", r.lr)
+      .add("ms", r.seconds * 1000)
+      .add("tok_s", double(r.tokens) / r.seconds);
+}
+
 // "val    step 100 | loss 1.2345 nats a token | perplexity 3.437 | 16,384 tokens"
 inline std::string validation_line(const char* split, size_t step, double loss, size_t tokens) {
   return format("%-6s step %zu | loss %.4f nats a token | perplexity %.4g | %s tokens\n", split, step, loss,
                 std::exp(loss), with_commas(tokens).c_str());
 }
 
-// Right answers in held-out stories, by kind of question, beside what readers get who do not look back.
-inline std::string answers_table(const StoryMarks& marks, size_t num_stories) {
-  std::string text = format("%-34sasked    right   best guess   latest name\n",
-                            format("answers in %zu held-out stories", num_stories).c_str());
-  const auto add = [&](const char* name, const StoryMarks::Row& row) {
-    const double percent = 100 / double(std::max<size_t>(row.asked, 1));
-    text += format("  %-26s%7zu%8.0f%%%13.0f%%%14.0f%%\n", name, row.asked, double(row.right) * percent,
-                   double(row.guessed) * percent, double(row.latest) * percent);
-  };
-  for (size_t kind = 0; kind < NUM_STORY_KINDS; kind++) add(STORY_KIND_NAMES[kind], marks.row(StoryKind(kind)));
-  add("looking back", marks.total(StoryKind::where_person));
-  add("together", marks.total());
-  return text;
-}
-// The same in short, while the run goes on:
-// "answers step 100 | told in the last sentence 97% of 61 | looking back 55% of 205, latest name 36%"
-inline std::string answers_line(size_t step, const StoryMarks& marks) {
-  const StoryMarks::Row told = marks.row(StoryKind::just_told), back = marks.total(StoryKind::where_person);
-  const auto percent = [](size_t n, size_t of) { return 100 * double(n) / double(std::max<size_t>(of, 1)); };
-  return format("answers step %zu | %s %.0f%% of %zu | looking back %.0f%% of %zu, latest name %.0f%%\n", step,
-                STORY_KIND_NAMES[0], percent(told.right, told.asked), told.asked,
-                percent(back.right, back.asked), back.asked, percent(back.latest, back.asked));
+inline Event validation_event(const Progress& at, const char* split, double loss, size_t count) {
+  Event event("val");
+  return event.add("step", at.step)
+      .add("tokens", at.tokens)
+      .add("split", split)
+      .add("loss", loss)
+      .add("count", count);
 }
 
 // ---- the depth routes ----------------------------------------------------------------------------------
@@ -228,4 +235,18 @@ inline std::string route_picture(const Config& c, const RouteStats& stats) {
     if (two) text += "            " + trim_end("V   " + route_cells(stats.v[l], has_partial, columns)) + "\n";
   }
   return text;
+}
+
+// Per attention layer the mean weight on each source, for QK and for V, and the divergence between the two.
+inline Event routes_event(const Progress& at, const char* split, const RouteStats& routes) {
+  std::vector<double> js_bits = routes.js_nats;
+  for (double& js : js_bits) js /= NATS_PER_BIT;
+  Event event("routes");
+  return event.add("step", at.step)
+      .add("tokens", at.tokens)
+      .add("split", split)
+      .add("qk", routes.qk)
+      .add("v", routes.v)
+      .add("js_nats", routes.js_nats)
+      .add("js_bits", js_bits);
 }

@@ -1,22 +1,17 @@
-// run.h - the folder of a run: its checkpoints, and how a run is stopped.
+// run.h - the folder of a run and its checkpoints.
 #pragma once
 #include <algorithm>
-#include <atomic>
-#include <csignal>
 
 #include <dirent.h>
 #include <unistd.h>
 
-#include "check.h"       // fatal, format
-#include "checkpoint.h"  // Checkpoint
-#include "files.h"       // file_error, is_folder, make_folders, OutFile
-#include "flags.h"       // saved_options
+#include "dev/common/checkpoint.h"  // Checkpoint
+#include "dev/common/errors.h"      // fatal, format
+#include "dev/common/files.h"       // file_error, is_folder, make_folders, OutFile
+#include "dev/common/flags.h"       // saved_options
+#include "dev/common/log.h"         // Progress
 
 // ---- how far a run is ----------------------------------------------------------------------------------
-struct Progress {
-  size_t step = 0, tokens = 0, position = 0;
-};  // updates done, tokens seen, examples taken
-
 // What a checkpoint remembers of its run: every setting, the model's sizes, and how far it was.
 inline Metadata run_metadata(const Options& o, const Config& c, const Progress& at) {
   Metadata metadata = saved_options(o);
@@ -107,23 +102,4 @@ inline std::string move_earlier_run(const std::string& folder) {
       fatal(EXIT_ERROR, "%s", file_error(file, "move").c_str());
   OutFile::sync_folder(log);
   return earlier;
-}
-
-// ---- stopping ------------------------------------------------------------------------------------------
-// Ctrl-C and SIGTERM ask the loop to stop after its step, so that it can save. The second one ends the program
-// at once, with the exit status of a program killed by Ctrl-C; files on the disk are whole at any moment.
-inline std::atomic<int> stop_requested{0};  // the handler runs on whatever thread the signal comes to
-static_assert(std::atomic<int>::is_always_lock_free, "a signal handler must not wait for a lock");
-
-inline void request_stop(int) {
-  if (stop_requested) _exit(130);
-  stop_requested = 1;
-}
-inline void catch_stop_signals() {
-  struct sigaction action = {};
-  action.sa_handler = request_stop;
-  sigemptyset(&action.sa_mask);
-  action.sa_flags = SA_RESTART;  // a signal must not cut a write short
-  for (int signal : {SIGINT, SIGTERM}) sigaction(signal, &action, nullptr);
-  signal(SIGXFSZ, SIG_IGN);  // a file that may not grow any more is an error with a message, as a full disk is
 }

@@ -10,9 +10,11 @@
 #include <glob.h>
 #include <sys/resource.h>
 
-#include "check.h"   // fatal, format
-#include "files.h"   // InFile
-#include "random.h"  // permute
+#include "dev/common/config.h"  // Config
+#include "dev/common/errors.h"  // fatal, format
+#include "dev/common/files.h"   // InFile
+#include "dev/common/flags.h"   // Options
+#include "dev/common/random.h"  // permute
 
 constexpr int32_t SHARD_MAGIC = 20240520, SHARD_VERSION = 1;
 constexpr size_t SHARD_HEADER = 1024;  // bytes
@@ -150,4 +152,34 @@ inline void training_example(const TokenData& data, size_t T, uint64_t seed, uin
   const uint64_t n = data.num_windows(T);
   if (n == 0) return data.require_window(T);  // fatal
   data.window(permute(seed, k / n, n, k % n), T, inputs, targets);
+}
+
+// ---- the splits of a run -------------------------------------------------------------------------------
+struct Data {
+  TokenData train, val, test;  // one that was not asked for has no tokens
+  bool stories = false;        // the built-in corpus: its questions can be marked right or wrong
+
+  std::vector<std::pair<const char*, const TokenData*>> splits() const {
+    std::vector<std::pair<const char*, const TokenData*>> present;
+    if (train.num_tokens() > 0) present.push_back({"train", &train});
+    if (val.num_tokens() > 0) present.push_back({"val", &val});
+    if (test.num_tokens() > 0) present.push_back({"test", &test});
+    return present;
+  }
+};
+
+inline TokenData open_split(const std::string& pattern, const Config& config) {
+  if (pattern.empty()) return {};
+  TokenData data = TokenData::from_glob(pattern, config.V);
+  data.require_window(config.T);
+  return data;
+}
+
+// Every split that is named. Fatal if one holds no window.
+inline Data open_data(const Options& o, const Config& config) {
+  Data data;
+  data.train = open_split(o.train, config);
+  data.val = open_split(o.val, config);
+  data.test = open_split(o.test, config);
+  return data;
 }

@@ -7,9 +7,9 @@
 // the one before by one idea. A rung is checked against sums in double before it is timed; what is printed is
 // its best time of several, as a share of the peak that a loop in registers reaches on the spot. With OpenBLAS
 // installed, make build/matmul_blas && build/matmul_blas compares the last rung with it at the model's shapes.
-#include "../bench/measure.h"  // clock, peak
+#include "dev/bench/measure.h"  // clock, peak
 #define TESTING
-#include "../../train_rdattnres_cpu.cpp"
+#include "train_rdattnres_cpu.cpp"
 #ifdef _OPENMP
 #include <omp.h>
 #endif

@@ -13,9 +13,9 @@
 #pragma once
 #include <functional>
 
-#include "../../tests/check.h"   // TEST, CHECK
-#include "../../tests/device.h"  // Array, compare: numbers on the device, and their errors
-#include "../bench/measure.h"    // median
+#include "tests/check.h"        // TEST, CHECK
+#include "tests/device.h"       // Array, compare: numbers on the device, and their errors
+#include "dev/bench/measure.h"  // median
 
 namespace ladder {
 

@@ -6,16 +6,16 @@
 //
 // README.md says in what order to read them.
 #define TESTING
-#include "../../train_rdattnres.cu"
+#include "train_rdattnres.cu"
 
-#include "ladder.h"  // climb: checks, counts, times
+#include "dev/cuda/ladder.h"  // climb: checks, counts, times
 
-#include "adamw.cu"
-#include "attention_forward.cu"
-#include "attention_backward.cu"  // takes the forward's results from attention_forward.cu's plain loop
-#include "cross_entropy.cu"
-#include "route_forward.cu"
-#include "route_backward.cu"  // shares route_forward.cu's sums over a block
+#include "dev/cuda/adamw.cu"
+#include "dev/cuda/attention_forward.cu"
+#include "dev/cuda/attention_backward.cu"  // takes the forward's results from attention_forward.cu's plain loop
+#include "dev/cuda/cross_entropy.cu"
+#include "dev/cuda/route_forward.cu"
+#include "dev/cuda/route_backward.cu"  // shares route_forward.cu's sums over a block
 
 constexpr struct {
   const char* name;

@@ -9,7 +9,7 @@
 
 #include "dev/common/checkpoint.h"
 #include "dev/common/flags.h"
-#include "dev/common/json.h"
+#include "dev/common/text.h"
 #include "dev/common/log.h"
 #include "dev/common/report.h"
 #include "dev/common/shards.h"

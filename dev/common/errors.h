@@ -1,4 +1,4 @@
-// check.h - failing well: one-line errors, checked sizes, memory and numbers.
+// errors.h - failing well: one-line errors, checked sizes and memory.
 //
 // What cannot go on ends in fatal(): one line on stderr that names the thing, what was found and what was
 // expected. Functions whose caller may have a second plan return that line instead, empty when all is well.
@@ -128,44 +128,3 @@ T* alloc_array(size_t n, const char* what) {
   return static_cast<T*>(checked_alloc(checked_mul(n, sizeof(T), what), what));
 }
 inline void free_array(void* memory) { free(memory); }
-
-// ---- numbers in text -----------------------------------------------------------------------------------
-// The whole text must be the number: no spaces, no sign on a count, no trailing junk, no overflow.
-inline bool parse_count(const std::string& text, uint64_t* value) {
-  if (text.empty()) return false;
-  uint64_t n = 0;
-  for (char c : text) {
-    if (c < '0' || c > '9') return false;
-    const uint64_t digit = uint64_t(c - '0');
-    if (n > (UINT64_MAX - digit) / 10) return false;
-    n = n * 10 + digit;
-  }
-  *value = n;
-  return true;
-}
-inline bool parse_double(const std::string& text, double* value) {
-  if (text.empty() || text.find_first_not_of("0123456789+-.eE") != std::string::npos) return false;
-  char* end = nullptr;
-  const double x = strtod(text.c_str(), &end);
-  if (*end != '\0' || !std::isfinite(x)) return false;
-  *value = x;
-  return true;
-}
-
-// The shortest text that reads back as exactly this number: "0.1", not "0.10000000000000001".
-inline std::string number_text(double x) {
-  std::string text;
-  for (int digits = 6; digits <= 17; digits++) {
-    text = format("%.*g", digits, x);
-    if (strtod(text.c_str(), nullptr) == x) break;
-  }
-  return text;
-}
-inline std::string number_text(float x) {
-  std::string text;
-  for (int digits = 6; digits <= 9; digits++) {
-    text = format("%.*g", digits, double(x));
-    if (strtof(text.c_str(), nullptr) == x) break;
-  }
-  return text;
-}

@@ -1,11 +1,75 @@
-// json.h - reads one JSON value from a string, and quotes strings for writing. Just enough for the headers of
-// safetensors files and for the lines of our log; strict, and safe on hostile input.
+// text.h - numbers, UTF-8 and JSON, read strictly: safe on hostile input.
 #pragma once
 #include <algorithm>
 
-#include "check.h"    // format, parse_count, parse_double
-#include "unicode.h"  // utf8_decode
+#include "dev/common/errors.h"  // format
 
+// ---- numbers in text -----------------------------------------------------------------------------------
+// The whole text must be the number: no spaces, no sign on a count, no trailing junk, no overflow.
+inline bool parse_count(const std::string& text, uint64_t* value) {
+  if (text.empty()) return false;
+  uint64_t n = 0;
+  for (char c : text) {
+    if (c < '0' || c > '9') return false;
+    const uint64_t digit = uint64_t(c - '0');
+    if (n > (UINT64_MAX - digit) / 10) return false;
+    n = n * 10 + digit;
+  }
+  *value = n;
+  return true;
+}
+inline bool parse_double(const std::string& text, double* value) {
+  if (text.empty() || text.find_first_not_of("0123456789+-.eE") != std::string::npos) return false;
+  char* end = nullptr;
+  const double x = strtod(text.c_str(), &end);
+  if (*end != '\0' || !std::isfinite(x)) return false;
+  *value = x;
+  return true;
+}
+
+// The shortest text that reads back as exactly this number: "0.1", not "0.10000000000000001".
+inline std::string number_text(double x) {
+  std::string text;
+  for (int digits = 6; digits <= 17; digits++) {
+    text = format("%.*g", digits, x);
+    if (strtod(text.c_str(), nullptr) == x) break;
+  }
+  return text;
+}
+inline std::string number_text(float x) {
+  std::string text;
+  for (int digits = 6; digits <= 9; digits++) {
+    text = format("%.*g", digits, double(x));
+    if (strtof(text.c_str(), nullptr) == x) break;
+  }
+  return text;
+}
+
+// ---- UTF-8 ---------------------------------------------------------------------------------------------
+// Decodes the character at text[at]. Returns its length in bytes, 0 if there is no well-formed one.
+inline size_t utf8_decode(const std::string& text, size_t at, uint32_t* code) {
+  const auto byte = [&](size_t i) { return i < text.size() ? static_cast<unsigned char>(text[i]) : 0u; };
+  const uint32_t first = byte(at);
+  if (at >= text.size() || (first >= 0x80 && first < 0xC2) || first > 0xF4) return 0;
+  if (first < 0x80) {
+    *code = first;
+    return 1;
+  }
+  const size_t length = first < 0xE0 ? 2 : first < 0xF0 ? 3 : 4;
+  *code = first & (0x7Fu >> length);
+  for (size_t i = 1; i < length; i++) {
+    if ((byte(at + i) & 0xC0) != 0x80) return 0;
+    *code = *code << 6 | (byte(at + i) & 0x3F);
+  }
+  // The same character written longer than need be, half a surrogate pair, past the last character.
+  static const uint32_t least[] = {0, 0, 0x80, 0x800, 0x10000};
+  const bool good = *code >= least[length] && (*code < 0xD800 || *code > 0xDFFF) && *code <= 0x10FFFF;
+  return good ? length : 0;
+}
+
+// ---- JSON ----------------------------------------------------------------------------------------------
+// Just enough for the headers of safetensors files and for the lines of our log: one value read from a string,
+// and strings quoted for writing.
 struct Json {
   enum Type { null, boolean, number, string, array, object };
   Type type = null;
