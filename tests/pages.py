@@ -5,17 +5,17 @@ from collections import namedtuple
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FOLDERS = [ROOT / name for name in ("data", "dev", "tests")]
-PAGES = [ROOT / "README.md", *sorted(path for folder in FOLDERS for path in folder.rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(path for folder in FOLDERS for path in folder.rglob("*.md"))]
 
 Block = namedtuple("Block", "language heading line text")  # heading: what it stands under; line: its first
 
 
 class Page:
-    """blocks: the fenced ones; indented: the lines of the others, (number, text); prose: the rest."""
+    """blocks: the fenced ones; prose: the rest, without indented blocks."""
 
     def __init__(self, path):
         self.path, self.name = path, str(path.relative_to(ROOT))
-        self.blocks, self.indented, self.headings, prose, block = [], [], [], [], None
+        self.blocks, self.headings, prose, block = [], [], [], None
         for number, line in enumerate(path.read_text().split("\n"), 1):
             if block is not None and line.startswith("```"):
                 self.blocks.append(block._replace(text="\n".join(block.text)))
@@ -24,9 +24,7 @@ class Page:
                 block.text.append(line)
             elif line.startswith("```"):
                 block = Block(line[3:], self.headings[-1], number + 1, [])
-            elif line.startswith("    "):
-                self.indented.append((number, line))
-            else:
+            elif not line.startswith("    "):
                 prose.append(line)
                 if line.startswith("#"):
                     self.headings.append(re.sub(r"^#+ *", "", line))

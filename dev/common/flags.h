@@ -19,6 +19,8 @@
 #include "dev/common/errors.h"  // fatal, format
 #include "dev/common/text.h"    // parse_count, parse_double, number_text
 
+constexpr const char* VERSION = "0.9";  // as CHANGELOG.md has it
+
 enum class Device { cpu, gpu };
 
 struct Options {
@@ -285,8 +287,11 @@ inline void set_or_die(Options& o, const Flag& flag, const std::string& value) {
 }
 
 inline Options parse_flags(int argc, char** argv, Device device) {
-  for (int i = 1; i < argc; i++)
-    if (std::string(argv[i]) == "--help" || std::string(argv[i]) == "-h") print_help(device), exit(0);
+  for (int i = 1; i < argc; i++) {
+    const std::string word = argv[i];
+    if (word == "--help" || word == "-h") print_help(device), exit(0);
+    if (word == "--version") printf("%s %s\n", program_name(device), VERSION), exit(0);
+  }
   const std::vector<Argument> arguments = split_arguments(argc, argv, device);
   Options o;
   for (const Argument& a : arguments)  // the preset first, wherever it stands: the others override it
