@@ -151,11 +151,8 @@ need_nvcc:
 $(BUILD):
 	@mkdir -p $@
 
-# A thread that waits for the others keeps its core busy for a moment, then sleeps: spinning on, as OpenMP does
-# by itself, makes a run many times slower as soon as another program wants a core. (First g++'s name, then
-# clang's.)
 train: all
-	GOMP_SPINCOUNT=10000 KMP_BLOCKTIME=0 ./train_rdattnres_cpu $(call or_args,--out=runs/tiny)
+	./train_rdattnres_cpu $(call or_args,--out=runs/tiny)
 
 # Tests start many short programs, some with more threads than cores: threads that wait must not keep a core
 # busy.

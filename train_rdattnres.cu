@@ -3126,13 +3126,18 @@ static void validate_split(Run<floatX>& run, Log& log, const char* split, const 
 template <class floatX>
 static void sample(Run<floatX>& run, Log& log) {
   const Options& o = run.options;
+  if (!has_text(o, run.tokenizer.size)) {
+    printf("sample step %zu: none; a vocabulary of %zu tokens needs --tokenizer to become text\n", run.step,
+           o.vocab);
+    return;
+  }
   std::vector<int> context = {run.tokenizer.eot};  // a document starts with an end of text
   for (int token : run.tokenizer.encode(o.prompt)) context.push_back(token);
   context = generate(run.model, context, o.sample_tokens, o.temperature, o.top_k, o.top_p, o.seed + run.step,
                      run.tokenizer.eot);
   std::string text;
   for (size_t i = 1; i < context.size(); i++) text += run.tokenizer.decode(context[i]);
-  printf("sample step %zu:\n%s\n---\n", run.step, text.c_str());
+  printf("sample step %zu:\n%s\n---\n", run.step, printable(text).c_str());
   log.write(Event("sample").add("step", run.step).add("text", text));
 }
 

@@ -1292,6 +1292,16 @@ using namespace cpu;
 
 // ---- main ----------------------------------------------------------------------------------------------
 
+// While OpenMP's threads wait for one another they keep their cores busy; beside another program a step then
+// takes many times as long. With these settings, g++'s and clang's, they soon sleep. OpenMP reads them when the
+// program starts, so it starts once more, unless the user has a setting of their own.
+static void let_waiting_threads_sleep(char** argv) {
+  if (getenv("OMP_WAIT_POLICY") || getenv("GOMP_SPINCOUNT") || getenv("KMP_BLOCKTIME")) return;
+  setenv("GOMP_SPINCOUNT", "10000", 1);
+  setenv("KMP_BLOCKTIME", "0", 1);
+  execvp(argv[0], argv);  // returns only if that cannot be done: then the run goes on as it is
+}
+
 static double seconds_now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
@@ -1333,7 +1343,13 @@ static double product_rate() {
 static void print_start(const Run& run) {
   const Options& o = run.options;
   if (!o.quiet) printf("%s\n", settings_table(o).c_str());
-  printf("%s%s", model_table(run.config).c_str(), memory_table(memory_lines(run.config, o.batch)).c_str());
+  const size_t machine = size_t(sysconf(_SC_PHYS_PAGES)) * size_t(sysconf(_SC_PAGESIZE));
+  printf("%s%s", model_table(run.config).c_str(),
+         memory_table(memory_lines(run.config, o.batch), machine).c_str());
+  int threads = 0;
+#pragma omp parallel reduction(+ : threads)
+  threads++;
+  printf("threads     %d\n", threads);
   for (const auto& split : run.data.splits())
     printf("%s", data_line(split.first, *split.second, run.config.T).c_str());
   printf("%s", schedule_table(o, run.data.train.num_tokens()).c_str());
@@ -1366,13 +1382,18 @@ static void validate_split(Run& run, Log& log, const char* split, const TokenDat
 
 static void sample(Run& run, Log& log) {
   const Options& o = run.options;
+  if (!has_text(o, run.tokenizer.size)) {
+    printf("sample step %zu: none; a vocabulary of %zu tokens needs --tokenizer to become text\n", run.step,
+           o.vocab);
+    return;
+  }
   std::vector<int> context = {run.tokenizer.eot};  // a document starts with an end of text
   for (int token : run.tokenizer.encode(o.prompt)) context.push_back(token);
   context = generate(run.model, context, o.sample_tokens, o.temperature, o.top_k, o.top_p, o.seed + run.step,
                      run.tokenizer.eot);
   std::string text;
   for (size_t i = 1; i < context.size(); i++) text += run.tokenizer.decode(context[i]);
-  printf("sample step %zu:\n%s\n---\n", run.step, text.c_str());
+  printf("sample step %zu:\n%s\n---\n", run.step, printable(text).c_str());
   log.write(Event("sample").add("step", run.step).add("text", text));
 }
 
@@ -1386,6 +1407,7 @@ static void save(Run& run, Log& log) {
 }
 
 int main(int argc, char** argv) {
+  let_waiting_threads_sleep(argv);
   setvbuf(stdout, nullptr, _IOLBF, 0);
   Run run;
   Options& o = run.options = parse_flags(argc, argv, Device::cpu);

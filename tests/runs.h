@@ -43,7 +43,7 @@ inline Result shell(const std::string& command) {
 
 // Odd sizes on purpose: no dimension is a multiple of a tile. 2 x 37 tokens a batch, two batches a step.
 inline std::string small_model =
-    "--layers 3 --width 48 --heads 3 --ffn 40 --block-size 4 --context 37 --vocab 131 --batch 2"
+    "--layers 3 --width 48 --heads 3 --ffn 40 --block-size 4 --context 37 --vocab 257 --batch 2"
     " --total-batch 148 --val-tokens 400";
 
 // A run of the small model, or of what `flags` ("--name value ...") makes of it: the trainer takes a flag once.

@@ -21,8 +21,13 @@ static void test_refusals() {
       {{"--bogus", "1"}, "--bogus: no such flag"},
       {{"--"}, "--: no such flag"},
       {{"--Lr", "1"}, "--Lr: no such flag"},
-      {{"-lr", "1"}, "'-lr': expected --flag value"},
-      {{"shard_1.bin"}, "'shard_1.bin': expected --flag value"},
+      {{"-lr", "1"}, "'-lr': expected --flag value; did you mean --lr?"},
+      {{"shard_1.bin"}, "'shard_1.bin': expected --flag value\n"},
+      {{"help"}, "'help': expected --flag value; did you mean --help?"},
+      {{"--bach", "1"}, "--bach: no such flag; did you mean --batch?"},
+      {{"--val_every", "1"}, "--val_every: no such flag; did you mean --val-every?"},
+      {{"--learning-rate", "1"}, "--learning-rate: no such flag; did you mean --lr?"},
+      {{"--recomputed"}, "--recomputed: no such flag; --help lists them all"},  // the GPU's alone
       {{"--train", "a.bin", "b.bin"}, "'b.bin': expected --flag value (put globs in quotes"},
       {{""}, "'': expected --flag value"},
       // no value
@@ -108,6 +113,9 @@ static void test_refusals() {
        "--total-batch: got 512, expected a multiple of batch * context = 1024"},
       {{"--batch", "1048576", "--context", "1048576", "--width", "65536", "--layers", "4096", "--heads", "1"},
        "--batch: got 1048576; expected activations, about 5e+21 numbers here, to fit in 64 bits"},
+      {{"--train", "x", "--vocab", "50257", "--prompt", "a"},
+       "--prompt: the vocabulary has 50257 tokens, the tokenizer 257; expected --tokenizer"},
+      {{"--train", "x", "--vocab", "131", "--prompt", "a"}, "--prompt: the vocabulary has 131 tokens"},
       {{"--vocab", "256"}, "--vocab: got 256, expected at least the tokenizer's 257"},
       {{"--val", "v.bin"}, "--train: missing"},
       {{"--tokenizer", "t.bin"}, "--tokenizer: the built-in stories are bytes"},
@@ -151,6 +159,18 @@ static void test_values() {
   CHECK_EQ(parse({"--layers", "7", "--preset", "s"}).layers, 7u);
   CHECK_EQ(parse({"--preset", "s", "--layers", "7"}).layers, 7u);
   CHECK_EQ(parse({"--layers", "7", "--preset", "s"}).width, 576u);
+
+  TEST("~ stands for the home folder where the shell leaves it alone");
+  setenv("HOME", "/home/me", 1);
+  o = parse({"--out=~/runs", "--train", "~/*.bin", "--val", "a/~/b", "--prompt", "~/"});
+  CHECK_EQ(o.out, "/home/me/runs");
+  CHECK_EQ(o.train, "/home/me/*.bin");
+  CHECK_EQ(o.val, "a/~/b");
+  CHECK_EQ(o.prompt, "~/");
+
+  TEST("a prompt with the bytes' vocabulary, padded; with a tokenizer's, cut to its size");
+  CHECK_EQ(parse({"--train", "x", "--vocab", "384", "--prompt", "a"}).vocab, 384u);
+  CHECK_EQ(parse({"--train", "x", "--tokenizer", "t", "--vocab", "50257", "--prompt", "a"}).vocab, 50257u);
 
   TEST("the name of the run's folder");
   CHECK_EQ(parse({"--preset", "s", "--arch", "frozen-v", "--seed", "9"}).out, "runs/s-frozen-v-9");
@@ -242,6 +262,17 @@ static void test_table() {
       if (!CHECK_EQ(shown, available(flag, device))) printf("     --%s\n", flag.name);
     }
     for (const Preset& preset : PRESETS) CHECK(help.out.find(preset.flags) != std::string::npos);
+  }
+
+  TEST("a preset runs what --help says of it");
+  for (const Preset& preset : PRESETS) {
+    o = parse({"--preset", preset.name});
+    std::istringstream words(preset.flags + std::string(" ") + preset.cpu);
+    for (std::string name, value; words >> name >> value;) {
+      Options said = o;
+      set_flag(said, *find_flag(name), value);
+      CHECK_EQ(flag_text(o, *find_flag(name)), flag_text(said, *find_flag(name)));
+    }
   }
 }
 

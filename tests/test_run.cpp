@@ -96,6 +96,20 @@ static void stopping() {
   CHECK(log_field("stopped", "step", "loss") == log_field("unstopped", "step", "loss"));
 }
 
+static void waiting() {
+  TEST("threads that wait for each other sleep, unless the user has a setting of their own");
+  const auto sleeps = [](const std::string& setting) {
+    const std::string shown =
+        shell("unset OMP_WAIT_POLICY; OMP_DISPLAY_ENV=verbose " + setting + " " + TRAINER + " --help").text;
+    if (shown.find("OMP") == std::string::npos) SKIP("a build without OpenMP");
+    return shown.find("GOMP_SPINCOUNT = '10000'") != std::string::npos ||
+           shown.find("KMP_BLOCKTIME='0'") != std::string::npos;
+  };
+  CHECK(sleeps(""));
+  CHECK(!sleeps("GOMP_SPINCOUNT=7 KMP_BLOCKTIME=7"));
+  CHECK(!sleeps("OMP_WAIT_POLICY=active"));
+}
+
 static void looking() {
   TEST("validation, samples and checkpoints on the way change nothing");
   check_ok(train("watched",
@@ -105,6 +119,11 @@ static void looking() {
   CHECK(log_field("watched", "step", "loss") == log_field("whole", "step", "loss"));
   CHECK_EQ(log_field("watched", "val", "loss").size(), 8u);     // steps 0, 3, .., 18 and the end
   CHECK_EQ(log_field("watched", "sample", "text").size(), 5u);  // steps 4, 8, .., 20
+  TEST("no sample where no tokenizer turns the vocabulary into text: it says so");
+  const Result sampled = train("numbers", "--steps 0 --vocab 999 --sample-tokens 9");
+  check_ok(sampled);
+  CHECK(sampled.text.find("sample step 0: none; a vocabulary of 999 tokens needs --tokenizer") !=
+        std::string::npos);
   TEST("--keep 1 leaves one checkpoint, the newest");
   CHECK_EQ(shell("ls " + folder + "/watched | grep -c safetensors").text, std::string("1\n"));
   CHECK(access(checkpoint_of("watched", 20).c_str(), F_OK) == 0);
@@ -305,6 +324,13 @@ static void refusing() {
   const Result dry = train("dry", std::string("--dry-run --layers 4096 --ffn 1048576 --vocab 65536 ") +
                                       (on_cpu() ? "--width 65536 --heads 1024" : "--width 2048 --heads 32"));
   check_ok(dry);
+  if (on_cpu()) {
+    CHECK(dry.text.find("\nwarning     this run asks for ") != std::string::npos);
+    CHECK(train("dry", "--dry-run").text.find("\nwarning     ") == std::string::npos);
+    const std::string three = shell("export OMP_NUM_THREADS=3; " + command("dry", "--dry-run")).text;
+    CHECK(three.find("\nthreads     3\n") != std::string::npos ||
+          three.find("\nthreads     1\n") != std::string::npos);
+  }
   CHECK(access((folder + "/dry").c_str(), F_OK) != 0);
 }
 
@@ -463,7 +489,7 @@ int main(int argc, char** argv) {
   saving();
   refusing();
   if (on_cpu())  // too many steps for the emulator
-    reloading(), pairing(), large_numbers(), long_run(), sizes();
+    waiting(), reloading(), pairing(), large_numbers(), long_run(), sizes();
   else
     running_out_of_memory(), sampling_like_the_cpu();
   return finish();

@@ -262,8 +262,40 @@ static void test_bad() {
                 "bad.bin: cut short: nothing at byte 1184, expected 22 more"));
 }
 
+static void test_names() {
+  Scratch folder;
+  const std::string inner = folder / "d [v2]";
+  std::filesystem::create_directory(inner);
+  write_file(inner + "/a.bin", shard_bytes(counting(50)));
+  write_file(inner + "/b.bin", shard_bytes(counting(60)));
+  write_file(folder / "a*.bin", shard_bytes(counting(70)));
+  write_file(folder / "ab.bin", shard_bytes(counting(80)));
+  write_file(folder / "ac.bin", shard_bytes(counting(90)));
+  const auto tokens = [](const std::string& name) { return TokenData::from_glob(name, 65536).num_tokens(); };
+  TEST("a name that exists is that file, whatever its letters mean in a pattern");
+  CHECK_EQ(tokens(inner + "/a.bin"), 50u);
+  CHECK_EQ(tokens(folder / "a*.bin"), 70u);
+  TEST("a folder with brackets in its name under a pattern; brackets as a choice");
+  CHECK_EQ(tokens(inner + "/*.bin"), 110u);
+  CHECK_EQ(tokens(folder / "a[bc].bin"), 170u);
+
+  TEST("files to validate on that are trained on too are named");
+  Options o;
+  o.train = folder / "a?.bin";
+  o.val = folder / "a[cd].bin";
+  Config c;
+  c.V = 65536;
+  c.T = 10;
+  const Outcome both = in_child([&] { open_data(o, c); });
+  CHECK_EQ(both.status, 0);
+  CHECK_EQ(both.err, "warning: --val has files that --train has too: " + (folder / "ac.bin") + "\n");
+  o.val = inner + "/*.bin";
+  CHECK_EQ(in_child([&] { open_data(o, c); }).err, "");
+}
+
 int main() {
   test_windows();
+  test_names();
   test_order();
   test_permutation_quality();
   test_huge();

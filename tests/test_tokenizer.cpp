@@ -130,6 +130,12 @@ static void test_bytes() {
   CHECK_EQ(bytes.decode(-1), "<|-1|>");
 }
 
+static void test_printable() {
+  TEST("on a screen: control characters and bytes that are not UTF-8 are spelt out, text stays");
+  const std::string text("a\0b\033[2J\r\n\t\x7f\xc2\x85 \xc3\xa9\xff\xe4\xb8", 19);
+  CHECK_EQ(printable(text), "a\\x00b\\x1b[2J\\x0d\n\t\\x7f\\xc2\\x85 \xc3\xa9\\xff\\xe4\\xb8");
+}
+
 static void test_merges(const Scratch& folder) {
   const std::string letters = "aabbcdest  '.,\n7";
   const std::vector<std::string> tokens = vocabulary(random_merges(400, letters));
@@ -336,6 +342,7 @@ static void test_gpt2() {
 int main() {
   Scratch folder;
   test_bytes();
+  test_printable();
   test_merges(folder);
   test_words(folder);
   test_bad_files(folder);

@@ -14,6 +14,13 @@ inline std::string file_error(const std::string& path, const char* action) {
   return path + ": cannot " + action + ": " + strerror(errno);
 }
 
+// "~/x" as a shell would have put it; it leaves the ~ alone inside quotes and behind "--flag=".
+inline std::string expand_home(const std::string& path) {
+  const char* home = getenv("HOME");
+  const bool begins_at_home = path == "~" || path.compare(0, 2, "~/") == 0;
+  return home && begins_at_home && access(path.c_str(), F_OK) != 0 ? home + path.substr(1) : path;
+}
+
 // A file opened for reading at any offset. Safe to share between threads: there is no file position.
 struct InFile {
   std::string path;

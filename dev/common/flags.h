@@ -7,6 +7,7 @@
 // The parser, --help, the table printed at the start, the log's config event and the settings kept in a
 // checkpoint all walk flag_table(): a flag added there is known everywhere.
 #pragma once
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <set>
@@ -17,6 +18,7 @@
 
 #include "dev/common/config.h"  // Config, Arch
 #include "dev/common/errors.h"  // fatal, format
+#include "dev/common/files.h"   // expand_home
 #include "dev/common/text.h"    // parse_count, parse_double, number_text
 
 constexpr const char* VERSION = "0.9";  // as CHANGELOG.md has it
@@ -121,7 +123,7 @@ struct Preset {
 };
 constexpr Preset PRESETS[] = {
     {"tiny",
-     "layers 4 width 64 heads 4 ffn 192 block-size 2 context 160 vocab 257 batch 8 steps 2400 lr 3e-3 warmup 50"
+     "layers 4 width 64 heads 4 ffn 192 block-size 2 context 160 vocab 257 batch 8 steps 2400 lr 3e-3"
      " val-every 200 val-tokens 32000 sample-every 0 sample-tokens 160 checkpoint-every 500 keep 2",
      "", ""},
     {"s",
@@ -244,6 +246,40 @@ inline void print_help(Device device) {
     printf("  %-6s%s %s\n", p.name, p.flags, device == Device::cpu ? p.cpu : p.gpu);
 }
 
+// ---- a name that is no flag -----------------------------------------------------------------------------
+// The fewest letters to change, put in or leave out that make one word of the other.
+inline size_t edit_distance(const std::string& a, const std::string& b) {
+  std::vector<size_t> row(b.size() + 1);
+  for (size_t j = 0; j <= b.size(); j++) row[j] = j;
+  for (size_t i = 0; i < a.size(); i++) {
+    size_t diagonal = row[0];
+    row[0] = i + 1;
+    for (size_t j = 0; j < b.size(); j++) {
+      const size_t changed = diagonal + (a[i] != b[j]);
+      diagonal = row[j + 1];
+      row[j + 1] = std::min({changed, row[j] + 1, diagonal + 1});
+    }
+  }
+  return row.back();
+}
+// "; did you mean --batch?" for "bach": the flag one or two letters off, else one described in these words.
+inline std::string suggestion(std::string name, Device device) {
+  if (name == "help") return "; did you mean --help?";
+  std::replace(name.begin(), name.end(), '_', '-');
+  std::string words = name, nearest;
+  std::replace(words.begin(), words.end(), '-', ' ');
+  size_t least = 3;
+  for (const Flag& flag : flag_table()) {
+    const size_t distance = edit_distance(name, flag.name);
+    if (!available(flag, device) || distance >= least || 2 * distance > strlen(flag.name)) continue;
+    nearest = flag.name;
+    least = distance;
+  }
+  for (const Flag& flag : flag_table())
+    if (nearest.empty() && words.size() > 3 && strstr(flag.help, words.c_str())) nearest = flag.name;
+  return nearest.empty() ? "" : "; did you mean --" + nearest + "?";
+}
+
 // ---- the parser ----------------------------------------------------------------------------------------
 // One --name [value] of the command line, cut out but not yet understood.
 struct Argument {
@@ -256,13 +292,19 @@ inline std::vector<Argument> split_arguments(int argc, char** argv, Device devic
   std::set<std::string> seen;
   for (int i = 1; i < argc; i++) {
     const std::string word = argv[i];
-    if (word.compare(0, 2, "--") != 0)
-      fatal(EXIT_USAGE, "'%s': expected --flag value (put globs in quotes: the shell must leave them alone)",
-            word.c_str());
+    if (word.compare(0, 2, "--") != 0) {
+      const bool shell_glob = !arguments.empty() && !strcmp(arguments.back().flag->value, "GLOB");
+      const std::string name = word.substr(std::min(word.size(), word.find_first_not_of('-')));
+      fatal(EXIT_USAGE, "'%s': expected --flag value%s", word.c_str(),
+            shell_glob ? " (put globs in quotes: the shell must leave them alone)"
+                       : suggestion(name, device).c_str());
+    }
     const size_t equals = word.find('=');
     const std::string name = word.substr(2, equals == std::string::npos ? equals : equals - 2);
     const Flag* flag = find_flag(name);
-    if (!flag) fatal(EXIT_USAGE, "--%s: no such flag; --help lists them all", name.c_str());
+    if (!flag)
+      fatal(EXIT_USAGE, "--%s: no such flag%s; --help lists them all", name.c_str(),
+            suggestion(name, device).c_str());
     if (!available(*flag, device))
       fatal(EXIT_USAGE, "--%s: for the GPU trainer only; this one computes in float32 on the CPU", flag->name);
     if (!seen.insert(name).second) fatal(EXIT_USAGE, "--%s: given twice; expected once", flag->name);
@@ -298,9 +340,12 @@ inline Options parse_flags(int argc, char** argv, Device device) {
     if (!strcmp(a.flag->name, "preset")) set_or_die(o, *a.flag, a.value);
   o = preset_options(o.preset, device);
   for (const Argument& a : arguments) set_or_die(o, *a.flag, a.value);
-  for (const char* name : {"train", "val", "test", "tokenizer", "out", "resume", "init-from"})
-    if (o.given.count(name) && flag_text(o, *find_flag(name)).empty())
+  for (const char* name : {"train", "val", "test", "tokenizer", "out", "resume", "init-from"}) {
+    std::string& path = o.*std::get<std::string Options::*>(find_flag(name)->member);
+    if (o.given.count(name) && path.empty())
       fatal(EXIT_USAGE, "--%s: got '', expected %s", name, find_flag(name)->value);
+    path = expand_home(path);
+  }
   if (!o.resume.empty() && !o.init_from.empty())
     fatal(EXIT_USAGE, "--init-from: cannot be combined with --resume, which has its own weights");
   return o;
@@ -344,6 +389,11 @@ inline void adopt_saved(Options& o, const std::map<std::string, std::string>& sa
 inline bool uses_stories(const Options& o) { return o.train.empty() && o.val.empty() && o.test.empty(); }
 
 // ---- the model asked for -------------------------------------------------------------------------------
+// Whether the tokenizer is the vocabulary's. The built-in one is, but for padding up to a round number.
+inline bool has_text(const Options& o, size_t tokenizer_size) {
+  return o.vocab >= tokenizer_size && (!o.tokenizer.empty() || o.vocab < tokenizer_size + 128);
+}
+
 // Settles the options that depend on others and checks those that must fit each other. tokenizer_size is the
 // number of tokens of the tokenizer in use.
 inline Config config_from(Options& o, size_t tokenizer_size) {
@@ -370,6 +420,9 @@ inline Config config_from(Options& o, size_t tokenizer_size) {
           o.val_tokens, o.context);
   if (o.vocab < tokenizer_size && (!o.tokenizer.empty() || (o.train.empty() && o.val.empty())))
     fatal(EXIT_USAGE, "--vocab: got %zu, expected at least the tokenizer's %zu", o.vocab, tokenizer_size);
+  if (!o.prompt.empty() && !has_text(o, tokenizer_size))
+    fatal(EXIT_USAGE, "--prompt: the vocabulary has %zu tokens, the tokenizer %zu; expected --tokenizer %s",
+          o.vocab, tokenizer_size, "with the shards' own");
   if (o.steps > 0 && o.train.empty() && !o.val.empty())
     fatal(EXIT_USAGE, "--train: missing; expected shards to train on beside --val (or --steps 0)");
   if (o.steps > 0 && o.train.empty() && !o.tokenizer.empty())

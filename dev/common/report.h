@@ -77,14 +77,18 @@ struct MemoryLine {
   std::string name;
   size_t bytes;
 };
-inline std::string memory_table(const std::vector<MemoryLine>& lines) {
+// machine: bytes of memory that there are; 0: not known, or said elsewhere.
+inline std::string memory_table(const std::vector<MemoryLine>& lines, size_t machine = 0) {
   std::string text = "memory\n";
   size_t total = 0;
   for (const MemoryLine& line : lines) {
     text += format("  %-24s%12s\n", line.name.c_str(), human_bytes(line.bytes).c_str());
     total = checked_add(total, line.bytes, "memory");
   }
-  return text + format("  %-24s%12s\n", "together", human_bytes(total).c_str());
+  text += format("  %-24s%12s\n", "together", human_bytes(total).c_str());
+  if (machine == 0 || total <= machine) return text;
+  return text + format("warning     this run asks for %s of memory, the machine has %s\n",
+                       human_bytes(total).c_str(), human_bytes(machine).c_str());
 }
 
 // One line a split, such as: "train       data/*.bin: 3 shards, 1,234,567 tokens, 9,645 windows of 128".

@@ -6,6 +6,7 @@
 // stay on the disk and are read where needed: a split may be larger than memory.
 #pragma once
 #include <algorithm>
+#include <set>
 
 #include <glob.h>
 #include <sys/resource.h>
@@ -63,18 +64,14 @@ struct TokenData {
   size_t V = 0;               // every token must be below this
   std::vector<Shard> shards;  // in the order of their names
 
-  // Every file that the pattern matches; fatal if there is none, or if one is not a good shard.
+  // The file of that name, or every file that the pattern matches; fatal if there is none, or if one is not a
+  // good shard.
   static TokenData from_glob(const std::string& pattern, size_t V) {
     allow_many_files();
-    glob_t found;
-    const int status = glob(pattern.c_str(), 0, nullptr, &found);  // sorted by name
-    if (status == GLOB_NOMATCH) fatal(EXIT_ERROR, "%s: no file of that name or pattern", pattern.c_str());
-    if (status != 0) fatal(EXIT_ERROR, "%s: cannot list the files", pattern.c_str());
+    const std::vector<std::string> paths = files_of(pattern);
     TokenData data;
     data.name = pattern;
     data.V = V;
-    const std::vector<std::string> paths(found.gl_pathv, found.gl_pathv + found.gl_pathc);
-    globfree(&found);
     data.shards.resize(paths.size());
     for (size_t s = 0; s < paths.size(); s++) fatal_if(open_shard(paths[s], &data.shards[s]));
     return data;
@@ -135,6 +132,21 @@ struct TokenData {
             shard.name.c_str(), at, SHARD_HEADER + 2 * at, int(tokens[t]), V);
     }
   }
+  // Sorted by name. Brackets are first taken as they are, for folders such as "data [v2]", then as a choice.
+  static std::vector<std::string> files_of(const std::string& pattern) {
+    if (access(pattern.c_str(), F_OK) == 0) return {pattern};
+    std::string literal;
+    for (char c : pattern) literal += c == '[' ? "\\[" : std::string(1, c);
+    for (const std::string& one : {literal, pattern}) {
+      glob_t found = {};
+      const int status = glob(one.c_str(), 0, nullptr, &found);
+      const std::vector<std::string> paths(found.gl_pathv, found.gl_pathv + found.gl_pathc);
+      globfree(&found);
+      if (status == 0) return paths;
+      if (status != GLOB_NOMATCH) fatal(EXIT_ERROR, "%s: cannot list the files", pattern.c_str());
+    }
+    fatal(EXIT_ERROR, "%s: no file of that name or pattern", pattern.c_str());
+  }
   // A split may have more shards than the usual 1,024 open files; raise the soft limit as far as is allowed.
   static void allow_many_files() {
     struct rlimit limit;
@@ -175,11 +187,29 @@ inline TokenData open_split(const std::string& pattern, const Config& config) {
   return data;
 }
 
+// A file to validate on that is trained on too.
+inline void warn_of_overlap(const char* split, const TokenData& data, const TokenData& train) {
+  const auto id = [](const Shard& shard) {
+    struct stat info;
+    fatal_if(fstat(shard.file.fd, &info) == 0 ? "" : file_error(shard.name, "examine"));
+    return std::make_pair(info.st_dev, info.st_ino);
+  };
+  std::set<std::pair<dev_t, ino_t>> trained_on;
+  for (const Shard& shard : train.shards) trained_on.insert(id(shard));
+  std::string names;
+  for (const Shard& shard : data.shards)
+    if (trained_on.count(id(shard))) names += (names.empty() ? "" : ", ") + shard.name;
+  if (!names.empty())
+    fprintf(stderr, "warning: --%s has files that --train has too: %s\n", split, names.c_str());
+}
+
 // Every split that is named. Fatal if one holds no window.
 inline Data open_data(const Options& o, const Config& config) {
   Data data;
   data.train = open_split(o.train, config);
   data.val = open_split(o.val, config);
   data.test = open_split(o.test, config);
+  warn_of_overlap("val", data.val, data.train);
+  warn_of_overlap("test", data.test, data.train);
   return data;
 }

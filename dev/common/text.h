@@ -67,6 +67,22 @@ inline size_t utf8_decode(const std::string& text, size_t at, uint32_t* code) {
   return good ? length : 0;
 }
 
+// Text for a screen: control characters, which a terminal may obey, and bytes that are not UTF-8 are spelt out.
+inline std::string printable(const std::string& text) {
+  std::string shown;
+  for (size_t at = 0; at < text.size();) {
+    uint32_t code = 0;
+    const size_t length = utf8_decode(text, at, &code);
+    const bool control = code < 0x20 || (code >= 0x7F && code < 0xA0);
+    if (length > 0 && (!control || code == '\n' || code == '\t'))
+      shown += text.substr(at, length);
+    else
+      for (size_t i = 0; i < std::max<size_t>(length, 1); i++) shown += format("\\x%02x", text[at + i] & 0xFF);
+    at += std::max<size_t>(length, 1);
+  }
+  return shown;
+}
+
 // ---- JSON ----------------------------------------------------------------------------------------------
 // Just enough for the headers of safetensors files and for the lines of our log: one value read from a string,
 // and strings quoted for writing.
