@@ -27,6 +27,7 @@ static void test_refusals() {
       {{"--bach", "1"}, "--bach: no such flag; did you mean --batch?"},
       {{"--val_every", "1"}, "--val_every: no such flag; did you mean --val-every?"},
       {{"--learning-rate", "1"}, "--learning-rate: no such flag; did you mean --lr?"},
+      {{"--learning_rate", "1"}, "--learning_rate: no such flag; did you mean --lr?"},
       {{"--recomputed"}, "--recomputed: no such flag; --help lists them all"},  // the GPU's alone
       {{"--train", "a.bin", "b.bin"}, "'b.bin': expected --flag value (put globs in quotes"},
       {{""}, "'': expected --flag value"},
