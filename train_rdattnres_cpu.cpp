@@ -48,78 +48,11 @@
 #ifndef CPU_NAMESPACE
 #define CPU_NAMESPACE cpu
 #endif
+#include "dev/cpu/matmul.h"  // real; matmul, exponential, maximum: as fast as this processor
 
 namespace CPU_NAMESPACE {
 
-using real = REAL;
 constexpr real EPS = real(1e-6);  // inside every rmsnorm, routes included
-
-// ---- utilities -----------------------------------------------------------------------------------------
-
-inline real dot(const real* a, const real* b, size_t n) {
-  real sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (size_t i = 0; i < n; i++) sum += a[i] * b[i];
-  return sum;
-}
-
-inline void add(real* out, const real* a, size_t n) {  // out += a
-#pragma omp parallel for simd
-  for (size_t i = 0; i < n; i++) out[i] += a[i];
-}
-
-inline void average(real* out, const real* a, const real* b, size_t n) {  // out = (a + b) / 2
-#pragma omp parallel for simd
-  for (size_t i = 0; i < n; i++) out[i] = (a[i] + b[i]) / 2;
-}
-inline void split_average(real* da, real* db, size_t n) {  // da holds the gradient of (a + b) / 2
-#pragma omp parallel for simd
-  for (size_t i = 0; i < n; i++) da[i] = db[i] = da[i] / 2;
-}
-
-// e^x to about one unit in the last place (1.2 where there is no fused multiply-add), in operations that
-// compilers vectorise (std::exp is a call for every number). x = n ln 2 + r with |r| <= ln 2 / 2, so
-// e^x = 2^n e^r: a polynomial for e^r, and 2^n put together from its bits, as two factors so that results near
-// zero and infinity come out right.
-inline real exponential(real x) {
-  if constexpr (sizeof(real) != sizeof(float)) return std::exp(x);
-  float y = float(x);
-  y = y < -104.0f ? -104.0f : y;  // e^-104 rounds to zero, e^89 to infinity; NaN fails both tests and stays
-  y = y > 89.0f ? 89.0f : y;
-  const float shift = 12582912.0f;  // 1.5 * 2^23: added, it rounds to an integer and leaves it in the low bits
-  const float shifted = y * 1.44269504f + shift, n = shifted - shift;
-  const float r = (y - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts, the first exact times n
-  float e = 0.0013814465f;
-  for (float c : {0.008368781f, 0.041668393f, 0.1666652f, 0.49999994f, 1.0f, 1.0f}) e = e * r + c;
-  int32_t bits, low, high;
-  memcpy(&bits, &shifted, sizeof(bits));
-  bits -= 0x4B400000;  // the bits of `shift`
-  low = bits >> 1, high = bits - low;
-  low = int32_t(uint32_t(low + 127) << 23), high = int32_t(uint32_t(high + 127) << 23);
-  float factor_low, factor_high;
-  memcpy(&factor_low, &low, sizeof(low)), memcpy(&factor_high, &high, sizeof(high));
-  return e * factor_low * factor_high;
-}
-
-// The largest of x (n). In lanes of its own: compilers must not reorder the maximum of floats by themselves.
-inline real maximum(const real* x, size_t n) {
-  constexpr size_t LANES = 64 / sizeof(real);
-  real top[LANES];
-  std::fill(top, top + LANES, real(-INFINITY));
-  size_t i = 0;
-  for (; i + LANES <= n; i += LANES)
-    for (size_t lane = 0; lane < LANES; lane++) top[lane] = x[i + lane] > top[lane] ? x[i + lane] : top[lane];
-  for (; i < n; i++) top[0] = x[i] > top[0] ? x[i] : top[0];
-  return *std::max_element(top, top + LANES);
-}
-
-// Elementwise loops go in chunks of this many numbers: which numbers share a vector must not depend on threads.
-constexpr size_t CHUNK = 1 << 12;
-
-// Sums over tokens that end in one vector (the gradients of norms, gains and queries) run in chunks of this
-// many tokens, each chunk into a row of its own; the rows are then added in order. Independent of threads.
-constexpr size_t TOKEN_CHUNK = 64;
-inline size_t num_chunks(size_t BT) { return (BT + TOKEN_CHUNK - 1) / TOKEN_CHUNK; }
 
 // ---- token embedding -----------------------------------------------------------------------------------
 
@@ -138,13 +71,90 @@ void embedding_backward(real* dwte,         // (Vp,C)
   // A token may occur many times, so threads share out the channels, not the tokens: no two write one cell.
   constexpr size_t CHANNELS = 16;
 #pragma omp parallel for
-  for (size_t c0 = 0; c0 < C; c0 += CHANNELS) {
-    const size_t c1 = std::min(c0 + CHANNELS, C);
+  for (size_t begin = 0; begin < C; begin += CHANNELS)
     for (size_t bt = 0; bt < BT; bt++) {
       real* row = dwte + size_t(tokens[bt]) * C;
-      for (size_t c = c0; c < c1; c++) row[c] += dout[bt * C + c];
+      for (size_t c = begin; c < std::min(begin + CHANNELS, C); c++) row[c] += dout[bt * C + c];
     }
+}
+
+// ---- RMSNorm -------------------------------------------------------------------------------------------
+
+// Sums over tokens that end in one vector (the gradients of norms, gains and queries) run in chunks of this
+// many tokens, each chunk into a row of its own; the rows are then added in order. Independent of threads.
+constexpr size_t TOKEN_CHUNK = 64;
+inline size_t num_chunks(size_t BT) { return (BT + TOKEN_CHUNK - 1) / TOKEN_CHUNK; }
+
+// x = weight * h / sqrt(mean(h^2) + eps)
+void rmsnorm_forward(real* x,             // (BT,C)
+                     const real* h,       // (BT,C)
+                     const real* weight,  // (C)
+                     size_t BT, size_t C) {
+#pragma omp parallel for
+  for (size_t bt = 0; bt < BT; bt++) {
+    const real* in = h + bt * C;
+    const real rstd = 1 / std::sqrt(dot(in, in, C) / real(C) + EPS);
+    for (size_t c = 0; c < C; c++) x[bt * C + c] = weight[c] * (rstd * in[c]);
   }
+}
+
+// forward: x = weight * hhat, hhat = rstd h
+//   dhhat = weight * dx      dh = rstd (dhhat - hhat mean(dhhat * hhat))      dweight += sum_tokens dx * hhat
+void rmsnorm_backward(real* dh,            // (BT,C)
+                      real* dweight,       // (C)
+                      const real* dx,      // (BT,C)
+                      const real* h,       // (BT,C)
+                      const real* weight,  // (C)
+                      size_t BT, size_t C) {
+  std::vector<real> sums(num_chunks(BT) * C);
+#pragma omp parallel for
+  for (size_t chunk = 0; chunk < num_chunks(BT); chunk++)
+    for (size_t bt = chunk * TOKEN_CHUNK; bt < std::min((chunk + 1) * TOKEN_CHUNK, BT); bt++) {
+      const real* in = h + bt * C;
+      const real* din = dx + bt * C;
+      const real rstd = 1 / std::sqrt(dot(in, in, C) / real(C) + EPS);
+      real mean = 0;
+#pragma omp simd reduction(+ : mean)
+      for (size_t c = 0; c < C; c++) mean += weight[c] * din[c] * (rstd * in[c]);
+      mean /= real(C);
+
+#pragma omp simd
+      for (size_t c = 0; c < C; c++) {
+        const real hhat = rstd * in[c];
+        dh[bt * C + c] = rstd * (weight[c] * din[c] - hhat * mean);
+        sums[chunk * C + c] += din[c] * hhat;
+      }
+    }
+
+  for (size_t chunk = 0; chunk < num_chunks(BT); chunk++)
+    for (size_t c = 0; c < C; c++) dweight[c] += sums[chunk * C + c];
+}
+
+// ---- matrix products -----------------------------------------------------------------------------------
+
+// y = x W^T and its two gradients, on views of matrices (dev/cpu/matmul.h). Nearly all the time goes here.
+// Rows of out may stand further apart than it is wide: Q, K and V share one packed buffer.
+void matmul_forward(Rows out,       // (BT,OC)
+                    const real* x,  // (BT,IC)
+                    const real* w,  // (OC,IC)
+                    size_t BT, size_t IC, size_t OC) {
+  matmul(out, {x, IC}, transposed(w, IC), BT, OC, IC);
+}
+
+// forward: out = x w^T      dx = dout w
+void matmul_backward_input(real* dx,       // (BT,IC)
+                           View dout,      // (BT,OC)
+                           const real* w,  // (OC,IC)
+                           size_t BT, size_t IC, size_t OC, Write write = overwrite) {
+  matmul({dx, IC}, dout, {w, IC}, BT, IC, OC, write);
+}
+
+// forward: out = x w^T      dw += dout^T x
+void matmul_backward_weight(real* dw,       // (OC,IC)
+                            View dout,      // (BT,OC)
+                            const real* x,  // (BT,IC)
+                            size_t BT, size_t IC, size_t OC) {
+  matmul({dw, IC}, transposed(dout.data, dout.row), {x, IC}, OC, IC, BT, accumulate);
 }
 
 // ---- depth route: a softmax read over the sources, per token -------------------------------------------
@@ -208,14 +218,17 @@ void route_forward(real* h,                     // (R,BT,C)
 #pragma omp parallel for
   for (size_t bt = 0; bt < BT; bt++)
     for (size_t r = 0; r < R; r++) {
-      real* weights = p + (r * BT + bt) * K;
-      real top = -INFINITY, sum = 0;
+      real* weights = p + (r * BT + bt) * K;  // first the logits
+      for (size_t j = 0; j < K; j++) weights[j] = rstd[j][bt] * dot(&w[r * C], sources[j] + bt * C, C);
+
+      const real top = *std::max_element(weights, weights + K);
+      real sum = 0;
       for (size_t j = 0; j < K; j++) {
-        weights[j] = rstd[j][bt] * dot(&w[r * C], sources[j] + bt * C, C);
-        top = std::max(top, weights[j]);
+        weights[j] = std::exp(weights[j] - top);
+        sum += weights[j];
       }
-      for (size_t j = 0; j < K; j++) sum += weights[j] = std::exp(weights[j] - top);
       for (size_t j = 0; j < K; j++) weights[j] /= sum;
+
       mix_token(h + (r * BT + bt) * C, weights, sources, bt, C, K);
     }
 }
@@ -232,7 +245,8 @@ void route_backward(real* const* dsources,         // K pointers to (BT,C); adds
                     const real* h, const real* p,  // (R,BT,C), (R,BT,K)
                     const real* const* sources, const real* const* rstd, const real* const* query,
                     const real* gain, size_t BT, size_t C, size_t K, size_t R) {
-  std::vector<real> w(R * C), bases(num_chunks(BT) * R * C);
+  std::vector<real> w(R * C);
+  std::vector<real> bases(num_chunks(BT) * R * C);
   fold_gain(w.data(), query, gain, C, R);
 #pragma omp parallel for
   for (size_t chunk = 0; chunk < num_chunks(BT); chunk++)
@@ -243,23 +257,32 @@ void route_backward(real* const* dsources,         // K pointers to (BT,C); adds
         const real* wr = &w[r * C];
         real* base = &bases[(chunk * R + r) * C];
         const real delta = dot(dmix, h + (r * BT + bt) * C, C);
+
         for (size_t j = 0; j < K; j++) {
           const real* s = sources[j] + bt * C;
           real* ds = dsources[j] + bt * C;
-          const real rj = rstd[j][bt];
-          real ws = 0, dp = 0;
+          real ws = 0;
+          real dp = 0;
 #pragma omp simd reduction(+ : ws, dp)
-          for (size_t c = 0; c < C; c++) ws += wr[c] * s[c], dp += dmix[c] * s[c];
+          for (size_t c = 0; c < C; c++) {
+            ws += wr[c] * s[c];
+            dp += dmix[c] * s[c];
+          }
+
           // A lone source has p = 1 whatever the query says: dz is exactly zero, not a rounding error near it.
           const real dz = K > 1 ? weights[j] * (dp - delta) : 0;
-          const real pj = weights[j], dzr = dz * rj, z = rj * ws, along = dzr * rj * z / real(C);
+          const real pj = weights[j];
+          const real rj = rstd[j][bt];
+          const real along =
+              dz * rj * rj * rj * ws / real(C);  // dz r (w . xhat) / C, and one r more for xhat = r s
 #pragma omp simd
           for (size_t c = 0; c < C; c++) {
-            ds[c] += pj * dmix[c] + dzr * wr[c] - along * s[c];
-            base[c] += dzr * s[c];
+            ds[c] += pj * dmix[c] + dz * rj * wr[c] - along * s[c];
+            base[c] += dz * rj * s[c];
           }
         }
       }
+
   for (size_t chunk = 0; chunk < num_chunks(BT); chunk++)
     for (size_t r = 0; r < R; r++) {
       if (!query[r]) continue;
@@ -271,190 +294,6 @@ void route_backward(real* const* dsources,         // K pointers to (BT,C); adds
     }
 }
 
-// ---- RMSNorm -------------------------------------------------------------------------------------------
-
-// x = weight * h / sqrt(mean(h^2) + eps)
-void rmsnorm_forward(real* x,             // (BT,C)
-                     const real* h,       // (BT,C)
-                     const real* weight,  // (C)
-                     size_t BT, size_t C) {
-#pragma omp parallel for
-  for (size_t bt = 0; bt < BT; bt++) {
-    const real* in = h + bt * C;
-    const real rstd = 1 / std::sqrt(dot(in, in, C) / real(C) + EPS);
-    for (size_t c = 0; c < C; c++) x[bt * C + c] = weight[c] * (rstd * in[c]);
-  }
-}
-
-// forward: x = weight * hhat, hhat = rstd h
-//   dhhat = weight * dx      dh = rstd (dhhat - hhat mean(dhhat * hhat))      dweight += sum_tokens dx * hhat
-void rmsnorm_backward(real* dh,            // (BT,C)
-                      real* dweight,       // (C)
-                      const real* dx,      // (BT,C)
-                      const real* h,       // (BT,C)
-                      const real* weight,  // (C)
-                      size_t BT, size_t C) {
-  std::vector<real> sums(num_chunks(BT) * C);
-#pragma omp parallel for
-  for (size_t chunk = 0; chunk < num_chunks(BT); chunk++)
-    for (size_t bt = chunk * TOKEN_CHUNK; bt < std::min((chunk + 1) * TOKEN_CHUNK, BT); bt++) {
-      const real *in = h + bt * C, *din = dx + bt * C;
-      const real rstd = 1 / std::sqrt(dot(in, in, C) / real(C) + EPS);
-      real mean = 0;
-#pragma omp simd reduction(+ : mean)
-      for (size_t c = 0; c < C; c++) mean += weight[c] * din[c] * (rstd * in[c]);
-      mean /= real(C);
-#pragma omp simd
-      for (size_t c = 0; c < C; c++) {
-        const real hhat = rstd * in[c];
-        dh[bt * C + c] = rstd * (weight[c] * din[c] - hhat * mean);
-        sums[chunk * C + c] += din[c] * hhat;
-      }
-    }
-  for (size_t chunk = 0; chunk < num_chunks(BT); chunk++)
-    for (size_t c = 0; c < C; c++) dweight[c] += sums[chunk * C + c];
-}
-
-// ---- matrix products -----------------------------------------------------------------------------------
-
-// Nearly all the time goes here. Three ideas make it fast, and the ladder in dev/cpu takes them one by one:
-//   - a tile of MR x NR sums stays in vector registers while k runs: MR * 2 multiply-adds for MR + 2 loads;
-//   - B is packed into panels of NR columns, the NR numbers of each k side by side, so that the inner loop
-//     reads straight ahead. A is read where it is, unless it is stored transposed: then a step in k is a jump,
-//     and panels of MR rows are packed as well. Packing absorbs every transpose;
-//   - k is cut so that an A panel stays in the first-level cache and a B panel in the second, M and N so that
-//     all that is packed stays in the third.
-// Every element is summed in the same order whatever the number of rows or threads: a tile at the edge is the
-// same tile on zero-padded panels.
-#if defined(__AVX512F__)
-constexpr size_t VECTOR_BYTES = 64, REGISTERS = 32;
-#elif defined(__AVX__)
-constexpr size_t VECTOR_BYTES = 32, REGISTERS = 16;
-#elif defined(__aarch64__)
-constexpr size_t VECTOR_BYTES = 16, REGISTERS = 32;
-#else
-constexpr size_t VECTOR_BYTES = 16, REGISTERS = 16;
-#endif
-typedef real vec __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(real)), may_alias));
-constexpr size_t LANES = VECTOR_BYTES / sizeof(real);
-constexpr size_t MR = REGISTERS == 32 ? 8 : 6, NR = 2 * LANES;  // the register tile
-constexpr size_t KC = 576;                                      // longest panel
-constexpr size_t MT = 64 / MR * MR, NT = 128 / NR * NR;         // what one thread takes at a time
-constexpr size_t MB = 1536 / MT * MT, NB = 1536 / NT * NT;      // what is packed at a time
-alignas(64) static real packed_a[MB * KC], packed_b[NB * KC];
-
-// The register tile: out(MR,NR) = A(MR,K) B(K,NR), or += with `add`. A has strides, b is a packed panel.
-// Not inlined: on its own, the compiler keeps all sums in registers and nothing else.
-__attribute__((noinline)) inline void matmul_tile(real* out, size_t ldo, const real* a, size_t a_row,
-                                                  size_t a_k, const real* b, size_t K, bool add) {
-  vec sum[MR][2] = {};
-  for (size_t k = 0; k < K; k++, a += a_k, b += NR) {
-    const vec b0 = *reinterpret_cast<const vec*>(b), b1 = *reinterpret_cast<const vec*>(b + LANES);
-#pragma GCC unroll 8
-    for (size_t i = 0; i < MR; i++) sum[i][0] += a[i * a_row] * b0, sum[i][1] += a[i * a_row] * b1;
-  }
-#pragma GCC unroll 8
-  for (size_t i = 0; i < MR; i++, out += ldo) {
-    vec *o0 = reinterpret_cast<vec*>(out), *o1 = reinterpret_cast<vec*>(out + LANES);
-    *o0 = add ? *o0 + sum[i][0] : sum[i][0];
-    *o1 = add ? *o1 + sum[i][1] : sum[i][1];
-  }
-}
-// Asks for the place of a tile, so that it has come from memory when the sums are ready.
-inline void prefetch_tile(const real* out, size_t ldo, size_t m) {
-  for (size_t i = 0; i < m; i++)
-    for (size_t j = 0; j < NR; j += 64 / sizeof(real)) __builtin_prefetch(out + i * ldo + j, 1);
-}
-// The same where only m x n of the tile lie inside the matrix.
-inline void matmul_edge(real* out, size_t ldo, size_t m, size_t n, const real* a, size_t a_row, size_t a_k,
-                        const real* b, size_t K, bool add) {
-  real whole[MR * NR];
-  matmul_tile(whole, NR, a, a_row, a_k, b, K, false);
-  for (size_t i = 0; i < m; i++)
-    for (size_t j = 0; j < n; j++) out[i * ldo + j] = (add ? out[i * ldo + j] : 0) + whole[i * NR + j];
-}
-
-// panel[k][w] = element (w, k), for w < W; rows past n are zero. Elements stand `stride` apart along w and
-// `k_stride` along k, one of which is 1.
-template <size_t W>
-void pack_panel(real* panel, const real* source, size_t stride, size_t k_stride, size_t n, size_t K) {
-  constexpr size_t GROUP = W % 8 ? W : 8, DEPTH = 16;
-  size_t k = 0;
-  if (n == W && stride == 1) {
-    for (; k < K; k++) memcpy(panel + k * W, source + k * k_stride, W * sizeof(real));
-  } else if (n == W && k_stride == 1) {  // transpose in blocks that compilers can shuffle in registers
-    for (; k + DEPTH <= K; k += DEPTH)
-      for (size_t g = 0; g < W; g += GROUP) {
-        real block[DEPTH][GROUP];
-        for (size_t d = 0; d < DEPTH; d++)
-          for (size_t w = 0; w < GROUP; w++) block[d][w] = source[(g + w) * stride + k + d];
-        for (size_t d = 0; d < DEPTH; d++) memcpy(panel + (k + d) * W + g, block[d], sizeof(block[d]));
-      }
-  }
-  for (; k < K; k++)
-    for (size_t w = 0; w < W; w++) panel[k * W + w] = w < n ? source[w * stride + k * k_stride] : 0;
-}
-
-// out(M,N) = A(M,K) B(K,N), or += with `accumulate`. Element (i,k) of A is a[i * lda + k], or a[k * lda + i]
-// if it is stored transposed; likewise B. ldo, lda, ldb: distance between stored rows.
-void matmul(real* out, size_t ldo, const real* a, size_t lda, bool trans_a, const real* b, size_t ldb,
-            bool trans_b, size_t M, size_t N, size_t K, bool accumulate) {
-  const size_t cuts = (K + KC - 1) / KC, kc = cuts > 0 ? (K + cuts - 1) / cuts : 0;  // even cuts of K
-  const size_t a_row = trans_a ? 1 : lda, a_k = trans_a ? lda : 1;
-  const size_t b_col = trans_b ? ldb : 1, b_k = trans_b ? 1 : ldb;
-#pragma omp parallel
-  for (size_t m0 = 0; m0 < M; m0 += MB)
-    for (size_t n0 = 0; n0 < N; n0 += NB)
-      for (size_t k0 = 0; k0 < K; k0 += kc) {
-        const size_t m = std::min(MB, M - m0), n = std::min(NB, N - n0), k = std::min(kc, K - k0);
-        const size_t in_place = trans_a ? 0 : m / MR * MR;  // rows of A that are not packed
-        const real *a0 = a + m0 * a_row + k0 * a_k, *b0 = b + n0 * b_col + k0 * b_k;
-        const bool add = accumulate || k0 > 0;
-#pragma omp for nowait
-        for (size_t i = in_place; i < m; i += MR)
-          pack_panel<MR>(packed_a + i * k, a0 + i * a_row, a_row, a_k, std::min(MR, m - i), k);
-#pragma omp for
-        for (size_t j = 0; j < n; j += NR)
-          pack_panel<NR>(packed_b + j * k, b0 + j * b_col, b_col, b_k, std::min(NR, n - j), k);
-#pragma omp for collapse(2) schedule(dynamic)
-        for (size_t i0 = 0; i0 < m; i0 += MT)
-          for (size_t j0 = 0; j0 < n; j0 += NT)
-            for (size_t i = i0; i < std::min(m, i0 + MT); i += MR)
-              for (size_t j = j0; j < std::min(n, j0 + NT); j += NR) {
-                real* o = out + (m0 + i) * ldo + n0 + j;
-                prefetch_tile(o, ldo, std::min(MR, m - i));
-                const real *ta = i < in_place ? a0 + i * lda : packed_a + i * k, *tb = packed_b + j * k;
-                const size_t row = i < in_place ? lda : 1, step = i < in_place ? 1 : MR;
-                if (m - i >= MR && n - j >= NR)
-                  matmul_tile(o, ldo, ta, row, step, tb, k, add);
-                else
-                  matmul_edge(o, ldo, std::min(MR, m - i), std::min(NR, n - j), ta, row, step, tb, k, add);
-              }
-      }
-}
-
-// out = x w^T; rows of out stand ldo apart, so that Q, K and V can share one packed buffer.
-void matmul_forward(real* out,      // (BT,OC), rows ldo apart
-                    const real* x,  // (BT,IC)
-                    const real* w,  // (OC,IC)
-                    size_t BT, size_t IC, size_t OC, size_t ldo) {
-  matmul(out, ldo, x, IC, false, w, IC, true, BT, OC, IC, false);
-}
-
-// forward: out = x w^T       dx = dout w      dw += dout^T x
-void matmul_backward_input(real* dx,          // (BT,IC); adds if add_dx
-                           const real* dout,  // (BT,OC), rows ldo apart
-                           const real* w,     // (OC,IC)
-                           size_t BT, size_t IC, size_t OC, size_t ldo, bool add_dx = false) {
-  matmul(dx, IC, dout, ldo, false, w, IC, false, BT, IC, OC, add_dx);
-}
-void matmul_backward_weight(real* dw,          // (OC,IC)
-                            const real* dout,  // (BT,OC), rows ldo apart
-                            const real* x,     // (BT,IC)
-                            size_t BT, size_t IC, size_t OC, size_t ldo) {
-  matmul(dw, IC, dout, ldo, true, x, IC, false, OC, IC, BT, true);
-}
-
 // ---- rotary position encoding --------------------------------------------------------------------------
 
 // Turns the pair (i, i + HS/2) of every head of Q and K by the angle t * base^(-2i / HS), in place. Scores
@@ -462,31 +301,36 @@ void matmul_backward_weight(real* dw,          // (OC,IC)
 constexpr double ROPE_BASE = 10000.0;
 void rope_rotate(real* qkv,  // (B,T,3C)
                  size_t B, size_t T, size_t C, size_t NH, real direction) {
-  const size_t HS = C / NH, half = HS / 2;
+  const size_t HS = C / NH;
+  const size_t half = HS / 2;
   std::vector<double> frequency(half);
   for (size_t i = 0; i < half; i++) frequency[i] = std::pow(ROPE_BASE, -2.0 * double(i) / double(HS));
 #pragma omp parallel
   {
-    std::vector<real> cosine(half), sine(half);
+    std::vector<real> cosine(half);
+    std::vector<real> sine(half);
 #pragma omp for
     for (size_t t = 0; t < T; t++) {
       for (size_t i = 0; i < half; i++) {
         cosine[i] = real(std::cos(double(t) * frequency[i]));
         sine[i] = direction * real(std::sin(double(t) * frequency[i]));
       }
+
       for (size_t b = 0; b < B; b++)
         for (size_t head = 0; head < 2 * NH; head++) {  // Q's heads, then K's
           real* x = qkv + (b * T + t) * 3 * C + head * HS;
 #pragma omp simd
           for (size_t i = 0; i < half; i++) {
-            const real lo = x[i], hi = x[i + half];
-            x[i] = lo * cosine[i] - hi * sine[i];
-            x[i + half] = lo * sine[i] + hi * cosine[i];
+            const real low = x[i];
+            const real high = x[i + half];
+            x[i] = low * cosine[i] - high * sine[i];
+            x[i + half] = low * sine[i] + high * cosine[i];
           }
         }
     }
   }
 }
+
 void rope_forward(real* qkv, size_t B, size_t T, size_t C, size_t NH) { rope_rotate(qkv, B, T, C, NH, 1); }
 // A rotation's transpose is the rotation back.
 void rope_backward(real* dqkv, size_t B, size_t T, size_t C, size_t NH) { rope_rotate(dqkv, B, T, C, NH, -1); }
@@ -496,74 +340,87 @@ void rope_backward(real* dqkv, size_t B, size_t T, size_t C, size_t NH) { rope_r
 // Per head: score_tu = q_t . k_u / sqrt(HS) for u <= t, a = softmax over u, att_t = sum_u a_tu v_u.
 // No (T,T) matrix is kept: lse_t = log sum_u exp(score_tu) is enough to rebuild a_tu = exp(score_tu - lse_t).
 //
-// A thread takes one head, NR queries at a time, against the keys up to the last of them: what it works on
-// stays in its cache, memory grows with T, and tiles of keys that no query sees are never touched. Every
-// product is made of the register tiles above. Scores stand as (keys, queries), so the softmax runs down the
-// columns: a vector holds one key's score for many queries, and nothing is ever summed across a vector.
-constexpr size_t SCORE_ROW = (NR + MR - 1) / MR * MR;  // a row of scores also serves as A, in steps of MR
+// A thread takes one head, a tile of queries at a time, against the keys up to the last of them. Scores stand
+// as (keys, queries), so the softmax runs down the columns: a vector holds one key's score for many queries,
+// and nothing is ever summed across a vector.
+constexpr size_t QUERY_TILE = 32;
 
-// out(rows,NR) = A(rows,K) b(K,NR), or +=; rows are rounded up to MR, and out and A must have that many.
-inline void matmul_rows(real* out, size_t ldo, const real* a, size_t a_row, size_t a_k, const real* b,
-                        size_t rows, size_t K, bool add) {
-  for (size_t i = 0; i < rows; i += MR) matmul_tile(out + i * ldo, ldo, a + i * a_row, a_row, a_k, b, K, add);
+// Scales the scores (keys,QUERY_TILE) of the queries from t0 on; those of later keys become -infinity.
+inline void causal_mask(real* scores, real scale, size_t t0, size_t keys) {
+  for (size_t u = 0; u < keys; u++) {
+    const int first_query = int(u) - int(t0);  // of this tile, the first that sees key u
+    real* score = scores + u * QUERY_TILE;
+#pragma omp simd
+    for (int t = 0; t < int(QUERY_TILE); t++) score[t] = t >= first_query ? scale * score[t] : -INFINITY;
+  }
 }
 
-// One head's vectors (n,HS), `stride` apart, as panels of NR columns, each (rows,NR); columns past HS are zero.
-inline void head_panels(real* panels, const real* head, size_t stride, size_t n, size_t rows, size_t HS) {
-  for (size_t i = 0; i < HS; i += NR)
-    pack_panel<NR>(panels + i * rows, head + i, 1, stride, std::min(NR, HS - i), n);
+// Scores become weights, down each column.
+inline void softmax_columns(real* scores, real* lse, size_t queries, size_t keys) {
+  real top[QUERY_TILE];
+  std::fill(top, top + QUERY_TILE, real(-INFINITY));
+  for (size_t u = 0; u < keys; u++) {
+    const real* score = scores + u * QUERY_TILE;
+#pragma omp simd
+    for (size_t t = 0; t < QUERY_TILE; t++) top[t] = score[t] > top[t] ? score[t] : top[t];
+  }
+
+  real sum[QUERY_TILE] = {};
+  for (size_t u = 0; u < keys; u++) {
+    real* score = scores + u * QUERY_TILE;
+#pragma omp simd
+    for (size_t t = 0; t < QUERY_TILE; t++) {
+      score[t] = exponential(score[t] - top[t]);
+      sum[t] += score[t];
+    }
+  }
+
+  for (size_t t = 0; t < QUERY_TILE; t++) {
+    if (t < queries) lse[t] = top[t] + std::log(sum[t]);
+    sum[t] = 1 / sum[t];
+  }
+  for (size_t u = 0; u < keys; u++) {
+    real* score = scores + u * QUERY_TILE;
+#pragma omp simd
+    for (size_t t = 0; t < QUERY_TILE; t++) score[t] *= sum[t];
+  }
 }
 
-// scores(keys,NR) = x_u . y_t for the rows x of panels and the columns y of yt (HS,NR).
-inline void head_products(real* scores, const real* x_panels, const real* yt, size_t keys, size_t rows,
-                          size_t HS) {
-  for (size_t i = 0; i < HS; i += NR)
-    matmul_rows(scores, SCORE_ROW, x_panels + i * rows, NR, 1, yt + i * NR, keys, std::min(NR, HS - i), i > 0);
+// One head's vectors, `n` rows of HS numbers that stand `stride` apart, side by side: that is how caches like
+// them.
+inline void copy_head(real* out, size_t out_stride, const real* in, size_t stride, size_t n, size_t HS) {
+  for (size_t t = 0; t < n; t++) memcpy(out + t * out_stride, in + t * stride, HS * sizeof(real));
 }
 
 void attention_forward(real* att,        // (B,T,C)
                        real* lse,        // (B,NH,T)
                        const real* qkv,  // (B,T,3C): Q's heads, K's heads, V's heads
                        size_t B, size_t T, size_t C, size_t NH) {
-  const size_t HS = C / NH, columns = (HS + NR - 1) / NR * NR, rows = (T + MR - 1) / MR * MR;
+  const size_t HS = C / NH;
   const real scale = 1 / std::sqrt(real(HS));
 #pragma omp parallel
   {
-    std::vector<real> k(rows * columns), v(rows * columns);                        // panels of the whole head
-    std::vector<real> qt(HS * NR), a(rows * SCORE_ROW), out(SCORE_ROW * columns);  // of one tile of queries
+    std::vector<real> k(T * HS);
+    std::vector<real> v(T * HS);
+    std::vector<real> scores(T * QUERY_TILE);
 #pragma omp for collapse(2) schedule(dynamic)
     for (size_t b = 0; b < B; b++)
       for (size_t head = 0; head < NH; head++) {
-        const real* q = qkv + b * T * 3 * C + head * HS;  // rows 3C apart
-        head_panels(k.data(), q + C, 3 * C, T, rows, HS);
-        head_panels(v.data(), q + 2 * C, 3 * C, T, rows, HS);
-        for (size_t t0 = 0; t0 < T; t0 += NR) {
-          const size_t queries = std::min(NR, T - t0), keys = std::min((t0 + queries + MR - 1) / MR * MR, rows);
-          pack_panel<NR>(qt.data(), q + t0 * 3 * C, 3 * C, 1, queries, HS);
-          head_products(a.data(), k.data(), qt.data(), keys, rows, HS);
-          real top[NR], sum[NR];
-          for (size_t t = 0; t < NR; t++) top[t] = -INFINITY, sum[t] = 0;
-          for (size_t u = 0; u < keys; u++) {
-            real* score = &a[u * SCORE_ROW];
-            const int first_query = int(u) - int(t0);  // of this tile, the first that sees key u
-#pragma omp simd
-            for (int t = 0; t < int(NR); t++) {
-              score[t] = t >= first_query ? scale * score[t] : -INFINITY;
-              top[t] = score[t] > top[t] ? score[t] : top[t];
-            }
-          }
-          for (size_t u = 0; u < keys; u++) {
-            real* score = &a[u * SCORE_ROW];
-#pragma omp simd
-            for (size_t t = 0; t < NR; t++) sum[t] += score[t] = exponential(score[t] - top[t]);
-          }
-          for (size_t i = 0; i < HS; i += NR)
-            matmul_rows(&out[i], columns, a.data(), 1, SCORE_ROW, &v[i * rows], queries, keys, false);
-          for (size_t t = 0; t < queries; t++) {
-            lse[(b * NH + head) * T + t0 + t] = top[t] + std::log(sum[t]);
-            real* att_t = att + (b * T + t0 + t) * C + head * HS;
-            for (size_t i = 0; i < HS; i++) att_t[i] = out[t * columns + i] / sum[t];
-          }
+        const real* q = qkv + b * T * 3 * C + head * HS;
+        copy_head(k.data(), HS, q + C, 3 * C, T, HS);
+        copy_head(v.data(), HS, q + 2 * C, 3 * C, T, HS);
+
+        for (size_t t0 = 0; t0 < T; t0 += QUERY_TILE) {
+          const size_t queries = std::min(QUERY_TILE, T - t0);
+          const size_t keys = t0 + queries;
+          const Rows att_tile = {att + (b * T + t0) * C + head * HS, C};
+          const View qt = transposed(q + t0 * 3 * C, 3 * C);
+          const View weights = transposed(scores.data(), QUERY_TILE);
+
+          matmul_on_this_thread({scores.data(), QUERY_TILE}, {k.data(), HS}, qt, keys, queries, HS);
+          causal_mask(scores.data(), scale, t0, keys);
+          softmax_columns(scores.data(), lse + (b * NH + head) * T + t0, queries, keys);
+          matmul_on_this_thread(att_tile, weights, {v.data(), HS}, queries, HS, keys);
         }
       }
   }
@@ -577,61 +434,72 @@ void attention_backward(real* dqkv,                        // (B,T,3C)
                         const real* qkv,                   // (B,T,3C)
                         const real* att, const real* lse,  // (B,T,C), (B,NH,T)
                         size_t B, size_t T, size_t C, size_t NH) {
-  const size_t HS = C / NH, columns = (HS + NR - 1) / NR * NR, rows = (T + MR - 1) / MR * MR;
+  const size_t HS = C / NH;
   const real scale = 1 / std::sqrt(real(HS));
 #pragma omp parallel
   {
-    std::vector<real> k(rows * columns), v(k), dk(k), dv(k);               // of the whole head
-    std::vector<real> qt(HS * NR), dattt(qt), a(rows * SCORE_ROW), da(a);  // of one tile of queries
-    std::vector<real> q_rows(NR * columns), datt_rows(q_rows), dq_rows(SCORE_ROW * columns);
+    std::vector<real> k(T * HS);
+    std::vector<real> v(T * HS);
+    std::vector<real> dk(T * HS);
+    std::vector<real> dv(T * HS);
+    std::vector<real> a(T * QUERY_TILE);   // the weights, (keys, queries)
+    std::vector<real> da(T * QUERY_TILE);  // their gradients, then scale * dscore
 #pragma omp for collapse(2) schedule(dynamic)
     for (size_t b = 0; b < B; b++)
       for (size_t head = 0; head < NH; head++) {
         const real* q = qkv + b * T * 3 * C + head * HS;
         real* dq = dqkv + b * T * 3 * C + head * HS;
-        head_panels(k.data(), q + C, 3 * C, T, rows, HS);
-        head_panels(v.data(), q + 2 * C, 3 * C, T, rows, HS);
-        std::fill(dk.begin(), dk.end(), real(0)), std::fill(dv.begin(), dv.end(), real(0));
-        for (size_t t0 = 0; t0 < T; t0 += NR) {
-          const size_t queries = std::min(NR, T - t0), keys = std::min((t0 + queries + MR - 1) / MR * MR, rows);
-          const real* q_t = q + t0 * 3 * C;
-          const size_t first = (b * T + t0) * C + head * HS;
-          const real *datt_t = datt + first, *att_t = att + first;
-          real delta[NR] = {}, lse_t[NR];
-          for (size_t t = 0; t < NR; t++) lse_t[t] = t < queries ? lse[(b * NH + head) * T + t0 + t] : INFINITY;
-          for (size_t t = 0; t < queries; t++) delta[t] = dot(datt_t + t * C, att_t + t * C, HS);
-          pack_panel<NR>(qt.data(), q_t, 3 * C, 1, queries, HS);
-          pack_panel<NR>(dattt.data(), datt_t, C, 1, queries, HS);
-          head_panels(q_rows.data(), q_t, 3 * C, queries, NR, HS);
-          head_panels(datt_rows.data(), datt_t, C, queries, NR, HS);
-          head_products(a.data(), k.data(), qt.data(), keys, rows, HS);
-          head_products(da.data(), v.data(), dattt.data(), keys, rows, HS);
-          for (size_t u = 0; u < keys; u++) {  // a becomes the weights, da becomes scale * dscore
-            real *a_u = &a[u * SCORE_ROW], *da_u = &da[u * SCORE_ROW];
-            const int first_query = int(u) - int(t0);
+        copy_head(k.data(), HS, q + C, 3 * C, T, HS);
+        copy_head(v.data(), HS, q + 2 * C, 3 * C, T, HS);
+        std::fill(dk.begin(), dk.end(), real(0));
+        std::fill(dv.begin(), dv.end(), real(0));
+
+        for (size_t t0 = 0; t0 < T; t0 += QUERY_TILE) {
+          const size_t queries = std::min(QUERY_TILE, T - t0);
+          const size_t keys = t0 + queries;
+          const real* q_tile = q + t0 * 3 * C;
+          const real* att_tile = att + (b * T + t0) * C + head * HS;
+          const real* datt_tile = datt + (b * T + t0) * C + head * HS;
+          real delta[QUERY_TILE] = {};
+          real lse_tile[QUERY_TILE] = {};
+          for (size_t t = 0; t < queries; t++) {
+            delta[t] = dot(datt_tile + t * C, att_tile + t * C, HS);
+            lse_tile[t] = lse[(b * NH + head) * T + t0 + t];
+          }
+
+          matmul_on_this_thread({a.data(), QUERY_TILE}, {k.data(), HS}, transposed(q_tile, 3 * C), keys,
+                                queries, HS);
+          matmul_on_this_thread({da.data(), QUERY_TILE}, {v.data(), HS}, transposed(datt_tile, C), keys,
+                                queries, HS);
+          causal_mask(a.data(), scale, t0, keys);
+          for (size_t u = 0; u < keys; u++) {
+            real* a_u = &a[u * QUERY_TILE];
+            real* da_u = &da[u * QUERY_TILE];
 #pragma omp simd
-            for (int t = 0; t < int(NR); t++) {
-              a_u[t] = t >= first_query ? exponential(scale * a_u[t] - lse_t[t]) : 0;
+            for (size_t t = 0; t < QUERY_TILE; t++) {
+              a_u[t] = exponential(a_u[t] - lse_tile[t]);
               da_u[t] = scale * a_u[t] * (da_u[t] - delta[t]);
             }
           }
-          for (size_t i = 0; i < HS; i += NR) {
-            matmul_rows(&dv[i], columns, a.data(), SCORE_ROW, 1, &datt_rows[i * NR], keys, queries, true);
-            matmul_rows(&dk[i], columns, da.data(), SCORE_ROW, 1, &q_rows[i * NR], keys, queries, true);
-            matmul_rows(&dq_rows[i], columns, da.data(), 1, SCORE_ROW, &k[i * rows], queries, keys, false);
-          }
-          for (size_t t = 0; t < queries; t++)
-            memcpy(dq + (t0 + t) * 3 * C, &dq_rows[t * columns], HS * sizeof(real));
+
+          const View weights = {a.data(), QUERY_TILE};
+          const View dscores = {da.data(), QUERY_TILE};
+          matmul_on_this_thread({dv.data(), HS}, weights, {datt_tile, C}, keys, HS, queries, accumulate);
+          matmul_on_this_thread({dk.data(), HS}, dscores, {q_tile, 3 * C}, keys, HS, queries, accumulate);
+          matmul_on_this_thread({dq + t0 * 3 * C, 3 * C}, transposed(da.data(), QUERY_TILE), {k.data(), HS},
+                                queries, HS, keys);
         }
-        for (size_t t = 0; t < T; t++) {
-          memcpy(dq + t * 3 * C + C, &dk[t * columns], HS * sizeof(real));
-          memcpy(dq + t * 3 * C + 2 * C, &dv[t * columns], HS * sizeof(real));
-        }
+        copy_head(dq + C, 3 * C, dk.data(), HS, T, HS);
+        copy_head(dq + 2 * C, 3 * C, dv.data(), HS, T, HS);
       }
   }
 }
 
 // ---- SwiGLU --------------------------------------------------------------------------------------------
+
+// Elementwise loops that hold an exponential or a square root go in chunks of this many numbers: which numbers
+// share a vector must not depend on the number of threads.
+constexpr size_t CHUNK = 1 << 12;
 
 // act = silu(gate) * up, silu(x) = x sigmoid(x)
 void swiglu_forward(real* act,                         // (n)
@@ -656,9 +524,12 @@ void swiglu_backward(real* dgate, real* dup, real* act,  // (n)
   for (size_t begin = 0; begin < n; begin += CHUNK)
 #pragma omp simd
     for (size_t i = begin; i < std::min(begin + CHUNK, n); i++) {
-      const real g = gate[i], u = up[i], d = dact[i], sigmoid = 1 / (1 + exponential(-g)), silu = g * sigmoid;
-      act[i] = silu * u;
-      dup[i] = d * silu;
+      const real g = gate[i];
+      const real u = up[i];
+      const real d = dact[i];
+      const real sigmoid = 1 / (1 + exponential(-g));
+      act[i] = g * sigmoid * u;
+      dup[i] = d * g * sigmoid;
       dgate[i] = d * u * sigmoid * (1 + g * (1 - sigmoid));
     }
 }
@@ -671,7 +542,6 @@ void swiglu_backward(real* dgate, real* dup, real* act,  // (n)
 //   dlogits = (softmax(logits) - onehot(target)) dloss      dx = dlogits wte      dwte += dlogits^T x
 constexpr size_t CLASSIFIER_ROWS = 256;
 void classifier(real* losses,        // (BT), nats
-                int* guesses,        // (BT): the most likely next token; or null
                 real* dx,            // (BT,C); null: no gradients
                 real* dwte,          // (Vp,C)
                 const real* x,       // (BT,C)
@@ -680,28 +550,30 @@ void classifier(real* losses,        // (BT), nats
                 real dloss,          // gradient of every token's loss: 1 / tokens in the step
                 real* logits,        // workspace (CLASSIFIER_ROWS,Vp)
                 size_t BT, size_t C, size_t V, size_t Vp) {
-  for (size_t row0 = 0; row0 < BT; row0 += CLASSIFIER_ROWS) {
-    const size_t rows = std::min(CLASSIFIER_ROWS, BT - row0);
-    matmul(logits, Vp, x + row0 * C, C, false, wte, C, true, rows, V, C, false);
+  for (size_t begin = 0; begin < BT; begin += CLASSIFIER_ROWS) {
+    const size_t rows = std::min(CLASSIFIER_ROWS, BT - begin);
+    matmul({logits, Vp}, {x + begin * C, C}, transposed(wte, C), rows, V, C);
 #pragma omp parallel for
     for (size_t row = 0; row < rows; row++) {
       real* z = logits + row * Vp;
-      const size_t target = size_t(targets[row0 + row]);
+      const size_t target = size_t(targets[begin + row]);
+      const real target_logit = z[target];
       const real top = maximum(z, V);
       real sum = 0;
-      if (guesses) guesses[row0 + row] = int(std::max_element(z, z + V) - z);
-      const real target_logit = z[target];
 #pragma omp simd reduction(+ : sum)
-      for (size_t v = 0; v < V; v++) sum += z[v] = exponential(z[v] - top);
-      losses[row0 + row] = std::log(sum) - (target_logit - top);  // large logits cancel before they round
+      for (size_t v = 0; v < V; v++) {
+        z[v] = exponential(z[v] - top);
+        sum += z[v];
+      }
+      losses[begin + row] = std::log(sum) - (target_logit - top);  // large logits cancel before they round
+
       if (!dx) continue;
-      const real factor = dloss / sum;
-      for (size_t v = 0; v < V; v++) z[v] *= factor;
+      for (size_t v = 0; v < V; v++) z[v] *= dloss / sum;
       z[target] -= dloss;
     }
     if (!dx) continue;
-    matmul(dx + row0 * C, C, logits, Vp, false, wte, C, false, rows, C, V, false);
-    matmul(dwte, C, logits, Vp, true, x + row0 * C, C, false, V, C, rows, true);
+    matmul({dx + begin * C, C}, {logits, Vp}, {wte, C}, rows, C, V);
+    matmul({dwte, C}, transposed(logits, Vp), {x + begin * C, C}, V, C, rows, accumulate);
   }
 }
 
@@ -709,20 +581,28 @@ void classifier(real* losses,        // (BT), nats
 
 struct Activations {
   // Kept from forward to backward.
-  real *stream, *rstd;  // (2L+1, B,T,C): embedding, then the partial after each sublayer; (2L+1, B,T)
-  real* p;              // the routes' weights, site after site, each (R,B,T,K)
-  real *qkv, *att;      // (L, B,T,3C) after rope, (L, B,T,C)
-  real* lse;            // (L, B,NH,T)
-  real *gate, *up;      // (L, B,T,F); their gradients take their place
+  real* stream;  // (2L+1, B,T,C): embedding, then the partial after each sublayer
+  real* rstd;    // (2L+1, B,T): 1 / rms of each slot of the stream
+  real* p;       // the routes' weights, site after site, each (R,B,T,K)
+  real* qkv;     // (L, B,T,3C) after rope
+  real* att;     // (L, B,T,C)
+  real* lse;     // (L, B,NH,T)
+  real* gate;    // (L, B,T,F); its gradient takes its place, and up's likewise
+  real* up;      // (L, B,T,F)
+
   // Recomputed where needed, one site at a time.
-  real* h;                // (R, B,T,C) mixes; arch `average` appends their average
-  real* x;                // (R, B,T,C) normalised mixes: what the sublayer reads
-  real* act;              // (B,T,F); in the backward its gradient, then act again
-  real *logits, *losses;  // (CLASSIFIER_ROWS,Vp), (B,T)
-  // Gradients, one sublayer at a time; only the bank lives through the backward. The head's dx is the first.
-  real* dbank;        // (N+1, B,T,C): embedding, blocks
-  real *dh, *dx;      // (R, B,T,C)
-  real *dqkv, *datt;  // (B,T,3C), (B,T,C)
+  real* h;       // (inputs, B,T,C) mixes; arch `average` appends their average
+  real* x;       // (inputs, B,T,C) normalised mixes: what the sublayer reads
+  real* act;     // (B,T,F); in the backward its gradient, then act again
+  real* logits;  // (CLASSIFIER_ROWS,Vp)
+  real* losses;  // (B,T)
+
+  // Gradients, one sublayer at a time; only the bank lives through the backward.
+  real* dbank;  // (N+1, B,T,C): embedding, blocks
+  real* dh;     // (inputs, B,T,C)
+  real* dx;     // (2, B,T,C); the head's dx is the first
+  real* dqkv;   // (B,T,3C)
+  real* datt;   // (B,T,C)
 };
 
 struct Model {
@@ -736,14 +616,19 @@ struct Model {
 
 void allocate_tensors(Tensors<real>& tensors, const Config& config, const char* family) {
   real* next = alloc_array<real>(count_elements(config), family);
-  for (const TensorSpec& t : tensor_table(config))
-    if (t.present) tensors.tensor(t.id) = next, next += t.size();
+  for (const TensorSpec& t : tensor_table(config)) {
+    if (t.present) tensors.tensor(t.id) = next;
+    next += t.size();
+  }
 }
 
 // Calls visit(name, pointer, elements) for every activation buffer: allocation and the memory table.
 template <class Visit>
 void for_each_activation(Activations& a, const Config& c, size_t B, size_t T, Visit visit) {
-  const size_t BT = B * T, BTC = BT * c.C, BTF = BT * c.F, R = c.two_routes() ? 2 : 1;
+  const size_t BT = B * T;
+  const size_t BTC = BT * c.C;
+  const size_t BTF = BT * c.F;
+  const size_t inputs = c.two_routes() ? 2 : 1;
   size_t weights = 0;  // elements of p for one token
   for (size_t i = 0; i <= c.sublayers(); i++) weights += c.num_routes(i) * c.num_sources(i);
   visit("stream", a.stream, (c.sublayers() + 1) * BTC);
@@ -754,20 +639,22 @@ void for_each_activation(Activations& a, const Config& c, size_t B, size_t T, Vi
   visit("attention lse", a.lse, c.L * c.NH * BT);
   visit("gate", a.gate, c.L * BTF);
   visit("up", a.up, c.L * BTF);
-  visit("mixes", a.h, (c.has_routes() ? R + (c.arch == Arch::average) : 0) * BTC);
-  visit("normalised mixes", a.x, R * BTC);
+  visit("mixes", a.h, (c.has_routes() ? inputs + (c.arch == Arch::average) : 0) * BTC);
+  visit("normalised mixes", a.x, inputs * BTC);
   visit("act", a.act, BTF);
   visit("logits chunk", a.logits, CLASSIFIER_ROWS * c.Vp());
   visit("losses", a.losses, BT);
   visit("d bank", a.dbank, c.bank_size() * BTC);
-  visit("d mixes", a.dh, R * BTC);
+  visit("d mixes", a.dh, inputs * BTC);
   visit("d normalised mixes", a.dx, 2 * BTC);
   visit("d qkv", a.dqkv, 3 * BTC);
   visit("d attention output", a.datt, BTC);
 }
 
 void model_create(Model& m, const Config& config, size_t B, size_t T, uint64_t seed) {
-  m.config = config, m.B = B, m.T = T;
+  m.config = config;
+  m.B = B;
+  m.T = T;
   m.num_elements = count_elements(config);
   allocate_tensors(m.params, config, "parameters");
   allocate_tensors(m.grads, config, "gradients");
@@ -794,13 +681,28 @@ void model_free(Model& m) {
   m = Model();
 }
 
-// What one site reads: its sources and the parameters of its routes.
+inline void average(real* out, const real* a, const real* b, size_t n) {  // out = (a + b) / 2
+#pragma omp parallel for simd
+  for (size_t i = 0; i < n; i++) out[i] = (a[i] + b[i]) / 2;
+}
+inline void average_backward(real* da, real* db, size_t n) {  // da comes as the gradient of (a + b) / 2
+#pragma omp parallel for simd
+  for (size_t i = 0; i < n; i++) {
+    da[i] = da[i] / 2;
+    db[i] = da[i];
+  }
+}
+
+// What one site reads: its sources, and the parameters of its routes and norm (Config says which are where).
 struct Site {
-  size_t K, R;
-  std::vector<const real*> sources, rstd;  // K each
-  std::vector<real*> dsources;             // K: where each source's gradient gathers
-  real* p;                                 // (R,BT,K)
-  const real *query[2], *gain, *norm;
+  size_t K;       // sources
+  size_t R;       // routes
+  size_t inputs;  // different inputs of the sublayer: x_qk and x_v where they differ, else one
+  std::vector<const real*> sources;    // K pointers to (BT,C)
+  std::vector<const real*> rstd;       // K pointers to (BT)
+  std::vector<real*> dsources;         // K pointers to (BT,C): where each source's gradient gathers
+  real* p;                             // (R,BT,K)
+  const real *query[2], *gain, *norm;  // each (C)
   real *dquery[2], *dgain, *dnorm;
 };
 
@@ -808,7 +710,9 @@ Site site_at(Model& m, size_t i, size_t BT) {
   const Config& c = m.config;
   const Activations& a = m.acts;
   Site site = {};
-  site.K = c.num_sources(i), site.R = c.num_routes(i);
+  site.K = c.num_sources(i);
+  site.R = c.num_routes(i);
+  site.inputs = c.arch == Arch::average ? 1 : std::max<size_t>(site.R, 1);
   site.p = a.p;  // sites follow each other; a handful of additions, next to millions in what follows
   for (size_t j = 0; j < i; j++) site.p += c.num_routes(j) * c.num_sources(j) * BT;
   for (size_t slot : c.source_slots(i)) {
@@ -816,23 +720,20 @@ Site site_at(Model& m, size_t i, size_t BT) {
     site.rstd.push_back(a.rstd + slot * BT);
     site.dsources.push_back(a.dbank + c.bank_index(slot) * BT * c.C);
   }
-  const size_t layer = i / 2 * c.C;  // offset of this layer in an (L,C) tensor
-  auto at = [](real* tensor, size_t offset) { return tensor ? tensor + offset : nullptr; };
-  Tensors<real>&w = m.params, &d = m.grads;
-  if (i == c.sublayers()) {
-    site.query[0] = w.out_route, site.gain = w.out_route_gain, site.norm = w.final_norm;
-    site.dquery[0] = d.out_route, site.dgain = d.out_route_gain, site.dnorm = d.final_norm;
-  } else if (i % 2 == 1) {
-    site.query[0] = at(w.mlp_route, layer), site.dquery[0] = at(d.mlp_route, layer);
-    site.gain = at(w.mlp_route_gain, layer), site.norm = w.mlp_norm + layer;
-    site.dgain = at(d.mlp_route_gain, layer), site.dnorm = d.mlp_norm + layer;
-  } else {
-    site.query[0] = at(w.attn_route_qk, layer), site.dquery[0] = at(d.attn_route_qk, layer);
-    site.query[1] = at(w.attn_route_v, layer), site.dquery[1] = at(d.attn_route_v, layer);  // null in frozen-v
-    if (c.arch == Arch::tied) site.query[1] = site.query[0], site.dquery[1] = site.dquery[0];
-    site.gain = at(w.attn_route_gain, layer), site.norm = w.attn_norm + layer;
-    site.dgain = at(d.attn_route_gain, layer), site.dnorm = d.attn_norm + layer;
-  }
+
+  // A tensor's vector for this site; null where the arm lacks the tensor.
+  const size_t layer = i < c.sublayers() ? i / 2 : 0;
+  const auto vector = [&](real* tensor) { return tensor ? tensor + layer * c.C : nullptr; };
+  const auto choose = [&](const Tensors<real>& w, auto& query, auto& gain, auto& norm) {
+    const bool head = i == c.sublayers();
+    const bool mlp = i % 2 == 1;
+    query[0] = vector(head ? w.out_route : mlp ? w.mlp_route : w.attn_route_qk);
+    gain = vector(head ? w.out_route_gain : mlp ? w.mlp_route_gain : w.attn_route_gain);
+    norm = vector(head ? w.final_norm : mlp ? w.mlp_norm : w.attn_norm);
+    query[1] = c.arch == Arch::tied ? query[0] : vector(w.attn_route_v);  // null in frozen-v
+  };
+  choose(m.params, site.query, site.gain, site.norm);
+  choose(m.grads, site.dquery, site.dgain, site.dnorm);
   return site;
 }
 
@@ -841,30 +742,31 @@ real* dpartial(const Model& m, size_t i, size_t BT) {
   return m.acts.dbank + m.config.bank_index(i + 1) * BT * m.config.C;
 }
 
-// How many different inputs a sublayer has: x_qk and x_v where the arm tells them apart, else one.
-size_t num_inputs(const Config& c, const Site& site) {
-  return c.arch == Arch::average ? 1 : std::max<size_t>(site.R, 1);
-}
+// The average arm at a site with two routes: Q, K and V all read (h_qk + h_v) / 2, which stands behind the two.
+bool averages(const Model& m, const Site& site) { return m.config.arch == Arch::average && site.R == 2; }
 
 // The mixes that a site's norm reads, one per input, each (BT,C).
 const real* site_mixes(const Model& m, const Site& site, size_t BT) {
   if (site.R == 0) return site.sources[0];  // residual: the running sum itself
-  return m.acts.h + (m.config.arch == Arch::average && site.R == 2 ? 2 * BT * m.config.C : 0);
+  return m.acts.h + (averages(m, site) ? 2 * BT * m.config.C : 0);
 }
 
 // Reads the sources through the site's routes and normalises: acts.h and acts.x, overwritten by the next site.
 // The forward finds and saves the weights p; the backward, given p, reads again to have h and x back.
 enum class Weights { find, given };
 void read_sources(Model& m, const Site& site, size_t BT, Weights weights) {
-  const size_t C = m.config.C;
+  const size_t BTC = BT * m.config.C;
   real* h = m.acts.h;
-  if (site.R > 0 && weights == Weights::given) route_mix(h, site.p, site.sources.data(), BT, C, site.K, site.R);
   if (site.R > 0 && weights == Weights::find)
-    route_forward(h, site.p, site.sources.data(), site.rstd.data(), site.query, site.gain, BT, C, site.K,
-                  site.R);
-  if (m.config.arch == Arch::average && site.R == 2) average(h + 2 * BT * C, h, h + BT * C, BT * C);
-  for (size_t n = 0; n < num_inputs(m.config, site); n++)
-    rmsnorm_forward(m.acts.x + n * BT * C, site_mixes(m, site, BT) + n * BT * C, site.norm, BT, C);
+    route_forward(h, site.p, site.sources.data(), site.rstd.data(), site.query, site.gain, BT, m.config.C,
+                  site.K, site.R);
+  if (site.R > 0 && weights == Weights::given)
+    route_mix(h, site.p, site.sources.data(), BT, m.config.C, site.K, site.R);
+  if (averages(m, site)) average(h + 2 * BTC, h, h + BTC, BTC);
+
+  const real* mixes = site_mixes(m, site, BT);
+  for (size_t n = 0; n < site.inputs; n++)
+    rmsnorm_forward(m.acts.x + n * BTC, mixes + n * BTC, site.norm, BT, m.config.C);
 }
 
 // The sublayer's output o is in slot i + 1; make it the running partial there.
@@ -881,31 +783,41 @@ void model_forward(Model& m, const int* tokens, size_t B, size_t T) {
   const Config& c = m.config;
   const Tensors<real>& w = m.params;
   const Activations& a = m.acts;
-  const size_t C = c.C, F = c.F, BT = B * T;
+  const size_t C = c.C;
+  const size_t F = c.F;
+  const size_t BT = B * T;
 
   embedding_forward(a.stream, tokens, w.wte, BT, C);
   if (c.has_routes()) source_rstd(a.rstd, a.stream, BT, C);
+
   for (size_t l = 0; l < c.L; l++) {
     {  // attention: sublayer 2l
       const Site site = site_at(m, 2 * l, BT);
-      const real *x_qk = a.x, *x_v = a.x + (num_inputs(c, site) - 1) * BT * C;
-      real *qkv = a.qkv + l * BT * 3 * C, *att = a.att + l * BT * C;
+      const real* x_qk = a.x;
+      const real* x_v = a.x + (site.inputs - 1) * BT * C;
+      real* qkv = a.qkv + l * BT * 3 * C;
+      real* att = a.att + l * BT * C;
+      real* out = a.stream + (2 * l + 1) * BT * C;
+
       read_sources(m, site, BT, Weights::find);
-      matmul_forward(qkv, x_qk, w.wqk + l * 2 * C * C, BT, C, 2 * C, 3 * C);
-      matmul_forward(qkv + 2 * C, x_v, w.wv + l * C * C, BT, C, C, 3 * C);
+      matmul_forward({qkv, 3 * C}, x_qk, w.wqk + l * 2 * C * C, BT, C, 2 * C);
+      matmul_forward({qkv + 2 * C, 3 * C}, x_v, w.wv + l * C * C, BT, C, C);
       rope_forward(qkv, B, T, C, c.NH);
       attention_forward(att, a.lse + l * c.NH * BT, qkv, B, T, C, c.NH);
-      matmul_forward(a.stream + (2 * l + 1) * BT * C, att, w.wo + l * C * C, BT, C, C, C);
+      matmul_forward({out, C}, att, w.wo + l * C * C, BT, C, C);
       write_partial(m, 2 * l, BT);
     }
     {  // feed-forward: sublayer 2l + 1
       const Site site = site_at(m, 2 * l + 1, BT);
-      real *gate = a.gate + l * BT * F, *up = a.up + l * BT * F;
+      real* gate = a.gate + l * BT * F;
+      real* up = a.up + l * BT * F;
+      real* out = a.stream + (2 * l + 2) * BT * C;
+
       read_sources(m, site, BT, Weights::find);
-      matmul_forward(gate, a.x, w.w_gate + l * F * C, BT, C, F, F);
-      matmul_forward(up, a.x, w.w_up + l * F * C, BT, C, F, F);
+      matmul_forward({gate, F}, a.x, w.w_gate + l * F * C, BT, C, F);
+      matmul_forward({up, F}, a.x, w.w_up + l * F * C, BT, C, F);
       swiglu_forward(a.act, gate, up, BT * F);
-      matmul_forward(a.stream + (2 * l + 2) * BT * C, a.act, w.w_down + l * C * F, BT, F, C, C);
+      matmul_forward({out, C}, a.act, w.w_down + l * C * F, BT, F, C);
       write_partial(m, 2 * l + 1, BT);
     }
   }
@@ -914,21 +826,26 @@ void model_forward(Model& m, const int* tokens, size_t B, size_t T) {
 
 // Backward of read_sources. acts.dx holds one gradient per input and is used up; dsources gather.
 void read_sources_backward(Model& m, const Site& site, size_t BT) {
-  const Config& c = m.config;
-  const size_t C = c.C;
-  real *dh = m.acts.dh, *dx = m.acts.dx;
-  size_t inputs = num_inputs(c, site), R = site.R;
-  // tied: both inputs are one function of one query, so their gradients meet here, as in `block`.
-  if (c.arch == Arch::tied && R == 2) add(dx, dx + BT * C, BT * C), inputs = R = 1;
+  const size_t C = m.config.C;
+  const size_t BTC = BT * C;
+  const real* mixes = site_mixes(m, site, BT);
+  real* dh = m.acts.dh;
+  real* dx = m.acts.dx;
+  size_t inputs = site.inputs;
+  size_t R = site.R;
+  if (m.config.arch == Arch::tied && R == 2) {  // both inputs are one function of one query: as in `block`
+    add(dx, dx + BTC, BTC);
+    inputs = 1;
+    R = 1;
+  }
+
   for (size_t n = 0; n < inputs; n++)
-    rmsnorm_backward(dh + n * BT * C, site.dnorm, dx + n * BT * C, site_mixes(m, site, BT) + n * BT * C,
-                     site.norm, BT, C);
-  if (c.arch == Arch::average && R == 2) split_average(dh, dh + BT * C, BT * C);
-  if (R == 0)
-    add(site.dsources[0], dh, BT * C);  // residual: h is the source itself
-  else
-    route_backward(site.dsources.data(), site.dquery, site.dgain, dh, m.acts.h, site.p, site.sources.data(),
-                   site.rstd.data(), site.query, site.gain, BT, C, site.K, R);
+    rmsnorm_backward(dh + n * BTC, site.dnorm, dx + n * BTC, mixes + n * BTC, site.norm, BT, C);
+  if (averages(m, site)) average_backward(dh, dh + BTC, BTC);
+  if (R == 0) return add(site.dsources[0], dh, BTC);  // residual: h is the source itself
+
+  route_backward(site.dsources.data(), site.dquery, site.dgain, dh, m.acts.h, site.p, site.sources.data(),
+                 site.rstd.data(), site.query, site.gain, BT, C, site.K, R);
 }
 
 // After model_forward and classifier, which left the head's gradient in acts.dx. Adds to m.grads.
@@ -938,51 +855,63 @@ void read_sources_backward(Model& m, const Site& site, size_t BT) {
 // the routes that read partial_before add to it. The readers of the finished block have added before that.
 void model_backward(Model& m, const int* tokens, size_t B, size_t T) {
   const Config& c = m.config;
-  const Tensors<real>&w = m.params, &d = m.grads;
+  const Tensors<real>& w = m.params;
+  const Tensors<real>& d = m.grads;
   const Activations& a = m.acts;
-  const size_t C = c.C, F = c.F, BT = B * T;
+  const size_t C = c.C;
+  const size_t F = c.F;
+  const size_t BT = B * T;
 
   memset(a.dbank, 0, c.bank_size() * BT * C * sizeof(real));
   read_sources_backward(m, site_at(m, c.sublayers(), BT), BT);  // h and x are still there from the forward
+
   for (size_t l = c.L; l-- > 0;) {
     {  // feed-forward: sublayer 2l + 1
       const Site site = site_at(m, 2 * l + 1, BT);
       const real* dout = dpartial(m, 2 * l + 1, BT);
-      real *gate = a.gate + l * BT * F, *up = a.up + l * BT * F;
-      matmul_backward_input(a.act, dout, w.w_down + l * C * F, BT, F, C, C);
-      swiglu_backward(gate, up, a.act, a.act, gate, up, BT * F);  // from here on gate is dgate and up is dup
-      matmul_backward_weight(d.w_down + l * C * F, dout, a.act, BT, F, C, C);
+      real* gate = a.gate + l * BT * F;
+      real* up = a.up + l * BT * F;
+      real* dgate = gate;  // gradients take the place of what they are gradients of
+      real* dup = up;
+
+      matmul_backward_input(a.act, {dout, C}, w.w_down + l * C * F, BT, F, C);
+      swiglu_backward(dgate, dup, a.act, a.act, gate, up, BT * F);
+      matmul_backward_weight(d.w_down + l * C * F, {dout, C}, a.act, BT, F, C);
       read_sources(m, site, BT, Weights::given);
-      matmul_backward_weight(d.w_gate + l * F * C, gate, a.x, BT, C, F, F);
-      matmul_backward_weight(d.w_up + l * F * C, up, a.x, BT, C, F, F);
-      matmul_backward_input(a.dx, gate, w.w_gate + l * F * C, BT, C, F, F);
-      matmul_backward_input(a.dx, up, w.w_up + l * F * C, BT, C, F, F, true);
+      matmul_backward_weight(d.w_gate + l * F * C, {dgate, F}, a.x, BT, C, F);
+      matmul_backward_weight(d.w_up + l * F * C, {dup, F}, a.x, BT, C, F);
+      matmul_backward_input(a.dx, {dgate, F}, w.w_gate + l * F * C, BT, C, F);
+      matmul_backward_input(a.dx, {dup, F}, w.w_up + l * F * C, BT, C, F, accumulate);
       read_sources_backward(m, site, BT);
     }
     {  // attention: sublayer 2l
       const Site site = site_at(m, 2 * l, BT);
-      const size_t inputs = num_inputs(c, site);
       const real* dout = dpartial(m, 2 * l, BT);
-      const real *qkv = a.qkv + l * BT * 3 * C, *att = a.att + l * BT * C;
-      const real *x_qk = a.x, *x_v = a.x + (inputs - 1) * BT * C;
-      real *dx_qk = a.dx, *dx_v = a.dx + BT * C;
-      matmul_backward_weight(d.wo + l * C * C, dout, att, BT, C, C, C);
-      matmul_backward_input(a.datt, dout, w.wo + l * C * C, BT, C, C, C);
+      const real* qkv = a.qkv + l * BT * 3 * C;
+      const real* att = a.att + l * BT * C;
+      const real* x_qk = a.x;
+      const real* x_v = a.x + (site.inputs - 1) * BT * C;
+      real* dx_qk = a.dx;
+      real* dx_v = a.dx + (site.inputs - 1) * BT * C;
+      const View dqk = {a.dqkv, 3 * C};
+      const View dv = {a.dqkv + 2 * C, 3 * C};
+
+      matmul_backward_weight(d.wo + l * C * C, {dout, C}, att, BT, C, C);
+      matmul_backward_input(a.datt, {dout, C}, w.wo + l * C * C, BT, C, C);
       attention_backward(a.dqkv, a.datt, qkv, att, a.lse + l * c.NH * BT, B, T, C, c.NH);
       rope_backward(a.dqkv, B, T, C, c.NH);
       read_sources(m, site, BT, Weights::given);
-      matmul_backward_weight(d.wqk + l * 2 * C * C, a.dqkv, x_qk, BT, C, 2 * C, 3 * C);
-      matmul_backward_weight(d.wv + l * C * C, a.dqkv + 2 * C, x_v, BT, C, C, 3 * C);
-      matmul_backward_input(dx_qk, a.dqkv, w.wqk + l * 2 * C * C, BT, C, 2 * C, 3 * C);
-      matmul_backward_input(dx_v, a.dqkv + 2 * C, w.wv + l * C * C, BT, C, C, 3 * C);
-      if (inputs == 1) add(dx_qk, dx_v, BT * C);  // Q, K and V read the same x
+      matmul_backward_weight(d.wqk + l * 2 * C * C, dqk, x_qk, BT, C, 2 * C);
+      matmul_backward_weight(d.wv + l * C * C, dv, x_v, BT, C, C);
+      matmul_backward_input(dx_qk, dqk, w.wqk + l * 2 * C * C, BT, C, 2 * C);
+      matmul_backward_input(dx_v, dv, w.wv + l * C * C, BT, C, C, dx_v == dx_qk ? accumulate : overwrite);
       read_sources_backward(m, site, BT);
     }
   }
   embedding_backward(d.wte, a.dbank, tokens, BT, C);
 }
 
-// Mean loss in nats a token. The sum runs in token order in double: the same for any batch shape.
+// Mean loss in nats per token. The sum runs in token order in double: the same for any batch shape.
 double mean_loss(const real* losses, size_t BT) {
   double sum = 0;
   for (size_t bt = 0; bt < BT; bt++) sum += double(losses[bt]);
@@ -996,19 +925,17 @@ double model_loss_and_gradients(Model& m, const int* tokens, const int* targets,
   const Activations& a = m.acts;
   const real dloss = 1 / (real(B * T) * real(accumulation));
   model_forward(m, tokens, B, T);
-  classifier(a.losses, nullptr, a.dx, m.grads.wte, a.x, m.params.wte, targets, dloss, a.logits, B * T, c.C, c.V,
-             c.Vp());
+  classifier(a.losses, a.dx, m.grads.wte, a.x, m.params.wte, targets, dloss, a.logits, B * T, c.C, c.V, c.Vp());
   model_backward(m, tokens, B, T);
   return mean_loss(a.losses, B * T);
 }
 
-// Losses only, per token in acts.losses; guesses (B,T), or null, gets the most likely next tokens.
-double model_loss(Model& m, const int* tokens, const int* targets, size_t B, size_t T, int* guesses = nullptr) {
+// Losses only, per token in acts.losses.
+double model_loss(Model& m, const int* tokens, const int* targets, size_t B, size_t T) {
   const Config& c = m.config;
   const Activations& a = m.acts;
   model_forward(m, tokens, B, T);
-  classifier(a.losses, guesses, nullptr, nullptr, a.x, m.params.wte, targets, 0, a.logits, B * T, c.C, c.V,
-             c.Vp());
+  classifier(a.losses, nullptr, nullptr, a.x, m.params.wte, targets, 0, a.logits, B * T, c.C, c.V, c.Vp());
   return mean_loss(a.losses, B * T);
 }
 
@@ -1036,58 +963,7 @@ void add_route_stats(RouteStats& stats, Model& m, size_t BT) {
   }
 }
 
-// ---- AdamW ---------------------------------------------------------------------------------------------
-
-constexpr double ADAM_BETA1 = 0.9, ADAM_BETA2 = 0.95, ADAM_EPS = 1e-8;
-
-// Global norm of all gradients. Chunks of fixed size, added in order in double: independent of threads.
-double grad_norm(const Model& m) {
-  constexpr size_t NORM_CHUNK = 1 << 14;
-  const real* g = m.grads.wte;  // the whole family is one allocation
-  std::vector<double> sums((m.num_elements + NORM_CHUNK - 1) / NORM_CHUNK);
-#pragma omp parallel for
-  for (size_t chunk = 0; chunk < sums.size(); chunk++) {
-    const size_t end = std::min((chunk + 1) * NORM_CHUNK, m.num_elements);
-    double sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (size_t i = chunk * NORM_CHUNK; i < end; i++) sum += double(g[i]) * double(g[i]);
-    sums[chunk] = sum;
-  }
-  double sum = 0;
-  for (double s : sums) sum += s;
-  return std::sqrt(sum);
-}
-
-// One step for n numbers: m and v are running means of g and g^2, corrected for having started at zero.
-//   p -= lr (mhat / (sqrt(vhat) + eps) + decay p)
-void adamw(real* p, real* m, real* v, const real* g, size_t n, double grad_scale, double lr, double decay,
-           size_t step) {
-  const real beta1 = real(ADAM_BETA1), beta2 = real(ADAM_BETA2), eps = real(ADAM_EPS);
-  const real correct1 = real(1 / (1 - std::pow(ADAM_BETA1, double(step))));
-  const real correct2 = real(1 / (1 - std::pow(ADAM_BETA2, double(step))));
-  const real scale = real(grad_scale), rate = real(lr), shrink = real(lr * decay);
-#pragma omp parallel for
-  for (size_t begin = 0; begin < n; begin += CHUNK)
-#pragma omp simd
-    for (size_t i = begin; i < std::min(begin + CHUNK, n); i++) {
-      const real grad = scale * g[i];
-      m[i] = beta1 * m[i] + (1 - beta1) * grad;
-      v[i] = beta2 * v[i] + (1 - beta2) * grad * grad;
-      p[i] -= rate * (m[i] * correct1) / (std::sqrt(v[i] * correct2) + eps) + shrink * p[i];
-    }
-}
-
-// step counts from 1. Gradients are scaled by grad_scale (clipping) on the way in.
-void model_update(Model& m, size_t step, double grad_scale, double lr, double weight_decay,
-                  double query_lr_mult) {
-  for (const TensorSpec& t : tensor_table(m.config)) {
-    if (!t.present) continue;
-    adamw(m.params.tensor(t.id), m.adam_m.tensor(t.id), m.adam_v.tensor(t.id), m.grads.tensor(t.id), t.size(),
-          grad_scale, t.kind == Kind::query ? lr * query_lr_mult : lr, t.is_matrix() ? weight_decay : 0, step);
-  }
-}
-
-void model_zero_grad(Model& m) { memset(m.grads.wte, 0, m.num_elements * sizeof(real)); }
+// ---- a number that is not finite -----------------------------------------------------------------------
 
 bool all_finite(const real* values, size_t n) {
   return std::all_of(values, values + n, [](real value) { return std::isfinite(value); });
@@ -1123,6 +999,65 @@ std::string blame_non_finite(Model& m, size_t BT) {
   const std::string gradient = find_non_finite(c, m.grads);
   return gradient.empty() ? "" : "gradient of " + gradient;
 }
+
+// ---- AdamW ---------------------------------------------------------------------------------------------
+
+constexpr double ADAM_BETA1 = 0.9;
+constexpr double ADAM_BETA2 = 0.95;
+constexpr double ADAM_EPS = 1e-8;
+
+// Global norm of all gradients. Chunks of fixed size, added in order in double: independent of threads.
+double grad_norm(const Model& m) {
+  constexpr size_t NORM_CHUNK = 1 << 14;
+  const real* g = m.grads.wte;  // the whole family is one allocation
+  std::vector<double> sums((m.num_elements + NORM_CHUNK - 1) / NORM_CHUNK);
+#pragma omp parallel for
+  for (size_t chunk = 0; chunk < sums.size(); chunk++) {
+    const size_t end = std::min((chunk + 1) * NORM_CHUNK, m.num_elements);
+    double sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (size_t i = chunk * NORM_CHUNK; i < end; i++) sum += double(g[i]) * double(g[i]);
+    sums[chunk] = sum;
+  }
+  double sum = 0;
+  for (double s : sums) sum += s;
+  return std::sqrt(sum);
+}
+
+// One step for n numbers: m and v are running means of g and g^2, corrected for having started at zero.
+//   p -= lr (mhat / (sqrt(vhat) + eps) + decay p)
+void adamw(real* p, real* m, real* v, const real* g, size_t n, double grad_scale, double lr, double decay,
+           size_t step) {
+  const real beta1 = real(ADAM_BETA1);
+  const real beta2 = real(ADAM_BETA2);
+  const real eps = real(ADAM_EPS);
+  const real correct1 = real(1 / (1 - std::pow(ADAM_BETA1, double(step))));
+  const real correct2 = real(1 / (1 - std::pow(ADAM_BETA2, double(step))));
+  const real scale = real(grad_scale);
+  const real rate = real(lr);
+  const real shrink = real(lr * decay);
+#pragma omp parallel for
+  for (size_t begin = 0; begin < n; begin += CHUNK)
+#pragma omp simd
+    for (size_t i = begin; i < std::min(begin + CHUNK, n); i++) {
+      const real grad = scale * g[i];
+      m[i] = beta1 * m[i] + (1 - beta1) * grad;
+      v[i] = beta2 * v[i] + (1 - beta2) * grad * grad;
+      p[i] -= rate * (m[i] * correct1) / (std::sqrt(v[i] * correct2) + eps) + shrink * p[i];
+    }
+}
+
+// step counts from 1. Gradients are scaled by grad_scale (clipping) on the way in.
+void model_update(Model& m, size_t step, double grad_scale, double lr, double weight_decay,
+                  double query_lr_mult) {
+  for (const TensorSpec& t : tensor_table(m.config)) {
+    if (!t.present) continue;
+    adamw(m.params.tensor(t.id), m.adam_m.tensor(t.id), m.adam_v.tensor(t.id), m.grads.tensor(t.id), t.size(),
+          grad_scale, t.kind == Kind::query ? lr * query_lr_mult : lr, t.is_matrix() ? weight_decay : 0, step);
+  }
+}
+
+void model_zero_grad(Model& m) { memset(m.grads.wte, 0, m.num_elements * sizeof(real)); }
 
 // ---- checkpoint ----------------------------------------------------------------------------------------
 
@@ -1168,7 +1103,7 @@ void model_load(Model& m, const Checkpoint& checkpoint, bool with_moments) {
 // ---- validation ----------------------------------------------------------------------------------------
 
 struct Validation {
-  double loss;  // nats a token
+  double loss;  // nats per token
   size_t tokens;
   RouteStats routes;
 };
@@ -1193,24 +1128,23 @@ Validation validate(Model& m, const TokenData& data, size_t max_tokens) {
   return result;
 }
 
-// Marks the questions of held-out stories, one story a row: an answer is right if the most likely next token is
-// right at each of its bytes.
+// Marks the questions of held-out stories, one story a row: an answer counts as right if the model gives all
+// its bytes together a probability above one half.
 StoryMarks mark_answers(Model& m, size_t num_stories) {
   const size_t T = m.T;
   StoryMarks marks;
-  std::vector<int> tokens(m.B * T), targets(m.B * T), guesses(m.B * T);
+  std::vector<int> tokens(m.B * T), targets(m.B * T);
   for (size_t n0 = 0; n0 < num_stories; n0 += m.B) {
     std::vector<Story> stories;
     for (size_t n = n0; n < std::min(n0 + m.B, num_stories); n++)
       stories.push_back(tell_story(StorySplit::test, n, T));
     for (size_t b = 0; b < stories.size(); b++) stories[b].window(T, &tokens[b * T], &targets[b * T]);
-    model_loss(m, tokens.data(), targets.data(), stories.size(), T, guesses.data());
+    model_loss(m, tokens.data(), targets.data(), stories.size(), T);
     for (size_t b = 0; b < stories.size(); b++)
       for (const StoryQuestion& question : stories[b].questions) {
-        bool right = true;  // token t is the target of row t - 1
-        for (size_t t = question.begin; t < question.end; t++)
-          right &= guesses[b * T + t - 1] == targets[b * T + t - 1];
-        marks.add(question, right);
+        double loss = 0;  // token t is the target of row t - 1
+        for (size_t t = question.begin; t < question.end; t++) loss += double(m.acts.losses[b * T + t - 1]);
+        marks.add(question, std::exp(-loss) > 0.5);
       }
   }
   return marks;
@@ -1223,8 +1157,7 @@ void next_token_logits(Model& m, const std::vector<int>& context, std::vector<fl
   const Config& c = m.config;
   const size_t n = std::min(context.size(), m.T);
   model_forward(m, context.data() + context.size() - n, 1, n);
-  matmul(m.acts.logits, c.Vp(), m.acts.x + (n - 1) * c.C, c.C, false, m.params.wte, c.C, true, 1, c.V, c.C,
-         false);
+  matmul({m.acts.logits, c.Vp()}, {m.acts.x + (n - 1) * c.C, c.C}, transposed(m.params.wte, c.C), 1, c.V, c.C);
   logits.assign(m.acts.logits, m.acts.logits + c.V);
 }
 
@@ -1334,8 +1267,9 @@ static double product_rate() {
   const double start = seconds_now();
   double seconds = 0, products = 0;
   while (seconds < 0.5) {
-    matmul(out.data(), N, a.data(), N, false, b.data(), N, true, N, N, N, false);
-    products++, seconds = seconds_now() - start;
+    matmul({out.data(), N}, {a.data(), N}, transposed(b.data(), N), N, N, N);
+    products++;
+    seconds = seconds_now() - start;
   }
   return products * 2 * double(N * N * N) / seconds;
 }

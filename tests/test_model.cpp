@@ -716,14 +716,14 @@ void test_batch_shape() {
     const Params<double> params = random_params(c, 25);
     const Batch batch(c, 8, 26);
     auto m = make_model<Float>(c, 8, params);
-    Float::loss(m, batch.tokens.data(), batch.targets.data(), 8, c.T, nullptr);
+    Float::loss(m, batch.tokens.data(), batch.targets.data(), 8, c.T);
     const std::vector<float> whole = all_of(m.acts.losses, 8 * c.T);
     for (size_t B : {1, 2, 3, 4}) {
       auto small = make_model<Float>(c, B, params);
       for (auto* model : {&m, &small})  // buffers just large enough, or larger
         for (size_t row = 0; row < 8; row += B) {
           const size_t rows = std::min(B, 8 - row);
-          Float::loss(*model, &batch.tokens[row * c.T], &batch.targets[row * c.T], rows, c.T, nullptr);
+          Float::loss(*model, &batch.tokens[row * c.T], &batch.targets[row * c.T], rows, c.T);
           CHECK(same_bits(model->acts.losses, &whole[row * c.T], rows * c.T));
         }
       Float::free(small);
@@ -806,7 +806,7 @@ void test_validation() {
     std::vector<int> in(c.T), target(c.T);
     for (size_t w = 0; w < 5; w++) {
       for (size_t t = 0; t < c.T; t++) in[t] = tokens[w * c.T + t], target[t] = tokens[w * c.T + t + 1];
-      Float::loss(m, in.data(), target.data(), 1, c.T, nullptr);
+      Float::loss(m, in.data(), target.data(), 1, c.T);
       for (size_t t = 0; t < c.T; t++) sum += double(m.acts.losses[t]);
     }
     CHECK_EQ(result.loss, sum / double(5 * c.T));

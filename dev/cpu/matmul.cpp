@@ -103,19 +103,18 @@ static void register_tile(const Product& p) {
 // NR columns, made once, put what a tile reads side by side; transposing in small blocks makes them cheaply.
 static void packed(const Product& p) {
   std::vector<float> panels((p.N + NR - 1) / NR * NR * p.K);
-  for (size_t j = 0; j < p.N; j += NR)
-    pack_panel<NR>(&panels[j * p.K], p.w + j * p.K, p.K, 1, std::min(NR, p.N - j), p.K);
+  for (size_t j = 0; j < p.N; j += NR) pack_panel<NR>(&panels[j * p.K], {p.w + j * p.K, p.K}, p.N - j, p.K);
   const size_t rows = p.M / MR * MR, columns = p.N / NR * NR;
   for (size_t i = 0; i < rows; i += MR)
     for (size_t j = 0; j < columns; j += NR)
-      matmul_tile(p.out + i * p.N + j, p.N, p.x + i * p.K, p.K, 1, &panels[j * p.K], p.K, false);
+      matmul_tile({p.out + i * p.N + j, p.N}, {p.x + i * p.K, p.K}, &panels[j * p.K], p.K, overwrite);
   rest(p, rows, columns);
 }
 
 // Rung 5: the trainer's. The loops around the tile are cut so that a panel of x stays in the first cache,
 // panels of w in the second, all that is packed in the third; edges run the same tile; blocks of tiles go to
 // threads.
-static void trainers(const Product& p) { matmul_forward(p.out, p.x, p.w, p.M, p.K, p.N, p.N); }
+static void trainers(const Product& p) { matmul_forward({p.out, p.N}, p.x, p.w, p.M, p.K, p.N); }
 
 static void use_threads(int n) {
 #ifdef _OPENMP
@@ -227,7 +226,7 @@ static void against_openblas(int threads) {
       double ours = INFINITY, blas = INFINITY, total = 0;
       for (int run = 0; run < 5 || (total < 0.6 && run < 200); run++) {
         const double start = measure::seconds_now();
-        matmul(out.data(), N, a.data(), lda, trans_a, b.data(), ldb, trans_b, M, N, K, trans_a);
+        matmul({out.data(), N}, a_view, b_view, M, N, K, trans_a ? accumulate : overwrite);
         const double middle = measure::seconds_now();
         cblas_sgemm(CblasRowMajor, trans_a ? CblasTrans : CblasNoTrans, trans_b ? CblasTrans : CblasNoTrans,
                     int(M), int(N), int(K), 1, a.data(), int(lda), b.data(), int(ldb), trans_a, blas_out.data(),
