@@ -17,11 +17,6 @@
 //   No floating-point atomics: a sum over tokens is made by a fixed number of blocks, each a fixed share, and a
 //   second kernel adds the blocks in order. Same binary, same card, same bits.
 //   C and F are multiples of 8, so that 16-byte loads never straddle a row.
-#include <cublasLt.h>
-#include <cuda_bf16.h>
-#include <cuda_runtime.h>
-#include <nvtx3/nvToolsExt.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -41,11 +36,11 @@
 #include "dev/common/errors.h"      // fatal, checked_mul, human_bytes
 #include "dev/common/checkpoint.h"  // checkpoint_write, Checkpoint: safetensors files
 #include "dev/common/config.h"      // Config, TENSOR_TABLE, Tensors, num_routes, bank_index
+#include "dev/common/cuda.h"        // launch, device, load8, warp_sum, NVTX_RANGE: what every kernel uses
 #include "data/stories.h"           // tell_story, StoryMarks: the built-in corpus and its questions
 #include "dev/common/flags.h"       // Options, parse_flags, config_from: the command line
 #include "dev/common/flops.h"       // training_flops, find_card
 #include "dev/common/log.h"         // Log, Event: log.jsonl
-#include "dev/common/profile.h"     // ProfileRow, profile_table
 #include "dev/common/random.h"      // normal, uniform: counter-based random numbers; sample_token
 #include "dev/common/report.h"      // RouteStats, and what people and the log are told
 #include "dev/common/run.h"         // the run's folder and its checkpoints
@@ -53,408 +48,9 @@
 #include "dev/common/tokenizer.h"   // Tokenizer: bytes, or a GPT-2 vocabulary file
 #include "dev/common/train.h"       // learning_rate, and how a run is stopped
 
-// ---- the thinnest wrappers: checked calls, launches, single instructions --------------------------------
-// Compiled as plain C++ for the CPU emulator, emulated_device.h supplies the functions of this section instead.
-
-#define CUDA_CHECK(call) cuda_check((call), #call, __FILE__, __LINE__)
-inline void cuda_check(cudaError_t error, const char* call, const char* file, int line) {
-  if (error != cudaSuccess) fatal(EXIT_ERROR, "%s:%d: %s: %s", file, line, call, cudaGetErrorString(error));
-}
-#define CUBLAS_CHECK(call) cublas_check((call), #call, __FILE__, __LINE__)
-inline void cublas_check(cublasStatus_t status, const char* call, const char* file, int line) {
-  if (status != CUBLAS_STATUS_SUCCESS)
-    fatal(EXIT_ERROR, "%s:%d: %s: cuBLAS status %d", file, line, call, int(status));
-}
-
-#ifdef __CUDACC__
-constexpr bool EMULATED = false;
-// launch(kernel, grid, block, shared_bytes, stream, arguments...): <<<>>> with the error checked.
-template <class... P, class... A>
-void launch_at(const char* file, int line, const char* text, void (*kernel)(P...), dim3 grid, dim3 block,
-               size_t smem, cudaStream_t stream, A... args) {
-  if (smem > 48 * 1024) {
-    const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(smem));
-    if (e != cudaSuccess)
-      fatal(EXIT_ERROR, "%s:%d: launch(%s): this GPU has no %zu bytes of shared memory for a block", file, line,
-            text, smem);
-  }
-  kernel<<<grid, block, smem, stream>>>(args...);
-  const cudaError_t e = cudaGetLastError();
-  if (e != cudaSuccess)
-    fatal(EXIT_ERROR, "%s:%d: launch(%s) with grid (%u,%u,%u) block %u: %s", file, line, text, grid.x, grid.y,
-          grid.z, block.x * block.y * block.z, cudaGetErrorString(e));
-}
-#define launch(...) launch_at(__FILE__, __LINE__, #__VA_ARGS__, __VA_ARGS__)
-template <class T>
-__device__ T* dynamic_shared() {
-  extern __shared__ __align__(1024) unsigned char dynamic_shared_bytes[];
-  return reinterpret_cast<T*>(dynamic_shared_bytes);
-}
-__device__ inline unsigned shared_address(const void* p) {
-  return static_cast<unsigned>(__cvta_generic_to_shared(p));
-}
-// Four 8x8 matrices of bf16: lane l names row l % 8 of matrix l / 8; register i of lane l gets row l / 4,
-// columns 2 (l % 4) and + 1 of matrix i (of its transpose: _trans).
-__device__ inline void ldmatrix_x4(unsigned (&r)[4], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(row))
-               : "memory");
-}
-__device__ inline void ldmatrix_x4_trans(unsigned (&r)[4], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(row))
-               : "memory");
-}
-// d[16][8] += a[16][16] b[16][8] on the tensor cores, bf16 in, float32 out
-__device__ inline void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-      "{%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-// 2^x in one instruction, tiny results flushed to zero: exp2f spends three more to keep those
-__device__ inline float exp2_flushed(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-// 16 bytes from global to shared memory, or 16 zeros unless `live`, in the background; wait<N> leaves at most N
-// groups in flight
-__device__ inline void cp_async_16(void* to, const void* from, bool live = true) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
-               "r"(live ? 16 : 0)
-               : "memory");
-}
-__device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N>
-__device__ inline void cp_async_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
-#else
-#include <emulated_device.h>
-#endif
-
 namespace gpu {
 
-using bf16 = __nv_bfloat16;
 constexpr float EPS = 1e-6f;  // inside every rmsnorm, routes included
-
-// ---- utilities -----------------------------------------------------------------------------------------
-
-inline unsigned ceil_div(size_t a, size_t b) { return unsigned((a + b - 1) / b); }
-
-// A matrix product that cuBLASLt has been asked about: see matmul.
-struct Product {
-  cublasLtMatmulDesc_t description;
-  cublasLtMatrixLayout_t a, b, out;
-  cublasLtMatmulAlgo_t algorithm;
-};
-// M, N, K, ldo, lda, ldb; transposes and types; alignment of the pointers
-using ProductKey = std::tuple<size_t, size_t, size_t, size_t, size_t, size_t, int, unsigned>;
-
-// Everything runs in order on one stream.
-struct Gpu {
-  cudaStream_t stream = nullptr;
-  cublasLtHandle_t cublas = nullptr;
-  void* workspace = nullptr;  // of cuBLASLt: fixed, so that the choice of algorithms repeats
-  std::map<ProductKey, Product> products;
-  cudaDeviceProp properties = {};
-};
-inline Gpu device;
-constexpr size_t CUBLAS_WORKSPACE = size_t(32) << 20;
-
-// What a function must move, each large array once, and compute. 0: not stated.
-struct Work {
-  double bytes, flops;
-  size_t M = 0, N = 0, K = 0;  // of a product
-  explicit Work(double bytes = 0, double flops = 0) : bytes(bytes), flops(flops) {}
-};
-
-// --profile: an event at both ends of every range below, read when the step is over.
-struct Profile {
-  struct Span {
-    std::string name;
-    Work work;
-    size_t outer;
-    cudaEvent_t begin, end;
-  };
-  bool on = false;
-  size_t open = SIZE_MAX;           // the innermost range under way
-  std::vector<Span> spans;          // of this step
-  std::vector<cudaEvent_t> events;  // made earlier, free to use
-  std::vector<ProfileRow> rows;
-
-  cudaEvent_t event() {
-    cudaEvent_t e;
-    if (events.empty())
-      CUDA_CHECK(cudaEventCreate(&e));
-    else
-      e = events.back(), events.pop_back();
-    return e;
-  }
-  void begin(const char* name, const Work& work) {
-    const std::string shape = work.M ? format(" %zu x %zu x %zu", work.M, work.N, work.K) : "";
-    spans.push_back({name + shape, work, open, event(), event()});
-    open = spans.size() - 1;
-    CUDA_CHECK(cudaEventRecord(spans[open].begin, device.stream));
-  }
-  void end() {
-    CUDA_CHECK(cudaEventRecord(spans[open].end, device.stream));
-    open = spans[open].outer;
-  }
-  ProfileRow& row(const std::string& name) {
-    for (ProfileRow& r : rows)
-      if (r.name == name) return r;
-    return rows.emplace_back(ProfileRow{name});
-  }
-  void end_step() {
-    CUDA_CHECK(cudaStreamSynchronize(device.stream));
-    for (const Span& span : spans) {
-      float ms = 0;
-      CUDA_CHECK(cudaEventElapsedTime(&ms, span.begin, span.end));
-      if (span.outer != SIZE_MAX) row(spans[span.outer].name).ms -= double(ms);  // counts where it was spent
-      ProfileRow& r = row(span.name);
-      r.calls++, r.ms += double(ms), r.bytes += span.work.bytes, r.flops += span.work.flops;
-      events.push_back(span.begin), events.push_back(span.end);
-    }
-    spans.clear();
-  }
-  // The table of what was gathered; nothing is left behind.
-  std::string finish(size_t steps) {
-    const std::string table = profile_table(rows, steps, !EMULATED);
-    for (cudaEvent_t e : events) CUDA_CHECK(cudaEventDestroy(e));
-    *this = Profile();
-    return table;
-  }
-};
-inline Profile profile;
-
-// Names a stretch of the time line, for Nsight Systems and for --profile.
-struct Range {
-  explicit Range(const char* name, const Work& work) {
-    nvtxRangePushA(name);
-    if (profile.on) profile.begin(name, work);
-  }
-  ~Range() {
-    if (profile.on) profile.end();
-    nvtxRangePop();
-  }
-};
-#define NVTX_RANGE(...) Range nvtx_range(__func__, Work(__VA_ARGS__))  // NVTX_RANGE(bytes, flops) or ()
-
-// Device memory. `hint` says what to lower when there is not enough.
-inline void* device_alloc(size_t bytes, const char* what, const char* hint) {
-  void* memory = nullptr;
-  const cudaError_t error = cudaMalloc(&memory, bytes);
-  if (error != cudaSuccess) {
-    cudaGetLastError();
-    size_t free = 0, total = 0;
-    CUDA_CHECK(cudaMemGetInfo(&free, &total));
-    fatal(EXIT_ERROR, "out of GPU memory: %s needs %s, %s of %s are free; %s", what, human_bytes(bytes).c_str(),
-          human_bytes(free).c_str(), human_bytes(total).c_str(), hint);
-  }
-#ifdef FILL_NAN
-  if (bytes) CUDA_CHECK(cudaMemset(memory, 0xFF, bytes));  // a value used before it is written shows itself
-#endif
-  return memory;
-}
-template <class T>
-T* device_array(size_t n, const char* what, const char* hint = "lower the sizes of the model") {
-  return static_cast<T*>(device_alloc(checked_mul(n, sizeof(T), what), what, hint));
-}
-// Returns when the host memory may be used again.
-template <class T>
-void upload(T* to, const T* from, size_t n) {
-  CUDA_CHECK(cudaMemcpyAsync(to, from, n * sizeof(T), cudaMemcpyHostToDevice, device.stream));
-  CUDA_CHECK(cudaStreamSynchronize(device.stream));
-}
-template <class T>
-void download(T* to, const T* from, size_t n) {
-  CUDA_CHECK(cudaMemcpyAsync(to, from, n * sizeof(T), cudaMemcpyDeviceToHost, device.stream));
-  CUDA_CHECK(cudaStreamSynchronize(device.stream));
-}
-// Returns at once. The host memory is pinned and left alone until the stream has come this far.
-template <class T>
-void copy_later(T* to, const T* from, size_t n, cudaMemcpyKind direction) {
-  CUDA_CHECK(cudaMemcpyAsync(to, from, n * sizeof(T), direction, device.stream));
-}
-template <class T>
-void zero(T* p, size_t n) {
-  CUDA_CHECK(cudaMemsetAsync(p, 0, n * sizeof(T), device.stream));
-}
-
-inline void device_open() {
-  if (device.stream) return;
-  int count = 0;
-  const cudaError_t error = cudaGetDeviceCount(&count);
-  if (error != cudaSuccess || count == 0)
-    fatal(EXIT_ERROR, "no GPU: %s; train_rdattnres_cpu does without one", cudaGetErrorString(error));
-  CUDA_CHECK(cudaSetDevice(0));
-  CUDA_CHECK(cudaGetDeviceProperties(&device.properties, 0));
-  if (device.properties.major < 8)
-    fatal(EXIT_ERROR, "GPU %s has compute capability %d.%d, needed is 8.0 or later", device.properties.name,
-          device.properties.major, device.properties.minor);
-  CUDA_CHECK(cudaStreamCreate(&device.stream));
-  CUBLAS_CHECK(cublasLtCreate(&device.cublas));
-  device.workspace =
-      device_alloc(CUBLAS_WORKSPACE, "cuBLASLt workspace", "another program may hold this GPU's memory");
-}
-inline void device_close() {
-  for (auto& [key, product] : device.products) {
-    CUBLAS_CHECK(cublasLtMatmulDescDestroy(product.description));
-    for (cublasLtMatrixLayout_t layout : {product.a, product.b, product.out})
-      CUBLAS_CHECK(cublasLtMatrixLayoutDestroy(layout));
-  }
-  CUDA_CHECK(cudaFree(device.workspace));
-  CUBLAS_CHECK(cublasLtDestroy(device.cublas));
-  CUDA_CHECK(cudaStreamDestroy(device.stream));
-  device = Gpu();
-}
-
-__device__ inline float to_float(float v) { return v; }
-__device__ inline float to_float(bf16 v) { return __bfloat162float(v); }
-template <class floatX>
-__device__ inline floatX from_float(float v);
-template <>
-__device__ inline float from_float<float>(float v) {
-  return v;
-}
-template <>
-__device__ inline bf16 from_float<bf16>(float v) {
-  return __float2bfloat16(v);
-}
-// What is left of v once it has been stored
-template <class floatX>
-__device__ inline float rounded(float v) {
-  return to_float(from_float<floatX>(v));
-}
-__device__ inline unsigned pack_bf16(float lo, float hi) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(lo, hi);
-  return *reinterpret_cast<const unsigned*>(&pair);
-}
-
-// Eight or four neighbouring numbers, 16 bytes at a time (four bf16: 8), from addresses that this divides.
-__device__ inline void load8(float (&v)[8], const bf16* p) {
-  const uint4 raw = *reinterpret_cast<const uint4*>(p);
-  const unsigned bits[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-  for (int k = 0; k < 8; k += 2) {  // a bf16 is the upper half of a float
-    v[k] = __uint_as_float(bits[k / 2] << 16);
-    v[k + 1] = __uint_as_float(bits[k / 2] & 0xFFFF0000u);
-  }
-}
-__device__ inline void load8(float (&v)[8], const float* p) {
-  const float4 lo = reinterpret_cast<const float4*>(p)[0], hi = reinterpret_cast<const float4*>(p)[1];
-  v[0] = lo.x, v[1] = lo.y, v[2] = lo.z, v[3] = lo.w, v[4] = hi.x, v[5] = hi.y, v[6] = hi.z, v[7] = hi.w;
-}
-__device__ inline void store8(bf16* p, const float (&v)[8]) {
-  *reinterpret_cast<uint4*>(p) =
-      uint4{pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7])};
-}
-__device__ inline void store8(float* p, const float (&v)[8]) {
-  reinterpret_cast<float4*>(p)[0] = float4{v[0], v[1], v[2], v[3]};
-  reinterpret_cast<float4*>(p)[1] = float4{v[4], v[5], v[6], v[7]};
-}
-__device__ inline void load4(float (&v)[4], const bf16* p) {
-  const uint2 bits = *reinterpret_cast<const uint2*>(p);
-  v[0] = __uint_as_float(bits.x << 16), v[1] = __uint_as_float(bits.x & 0xFFFF0000u);
-  v[2] = __uint_as_float(bits.y << 16), v[3] = __uint_as_float(bits.y & 0xFFFF0000u);
-}
-__device__ inline void load4(float (&v)[4], const float* p) {
-  const float4 raw = *reinterpret_cast<const float4*>(p);
-  v[0] = raw.x, v[1] = raw.y, v[2] = raw.z, v[3] = raw.w;
-}
-__device__ inline void store4(bf16* p, const float (&v)[4]) {
-  *reinterpret_cast<uint2*>(p) = uint2{pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3])};
-}
-__device__ inline void store4(float* p, const float (&v)[4]) {
-  *reinterpret_cast<float4*>(p) = float4{v[0], v[1], v[2], v[3]};
-}
-
-constexpr unsigned ALL_LANES = 0xffffffffu;
-__device__ inline float warp_sum(float v) {  // every lane gets the total
-#pragma unroll
-  for (int o = 16; o > 0; o /= 2) v += __shfl_xor_sync(ALL_LANES, v, o);
-  return v;
-}
-__device__ inline float warp_max(float v) {
-#pragma unroll
-  for (int o = 16; o > 0; o /= 2) v = fmaxf(v, __shfl_xor_sync(ALL_LANES, v, o));
-  return v;
-}
-// Sums N values (a power of two, up to 32) over the warp together: lane l gets the total of value l % N. Each
-// round halves the values that a lane still carries, so it takes N - 1 + log2(32 / N) shuffles instead of 5 N.
-template <int N, int ALL = N>
-__device__ inline float warp_sum_each(const float (&v)[N], unsigned lane) {
-  if constexpr (N > 1) {
-    float half[N / 2];
-#pragma unroll
-    for (int i = 0; i < N / 2; i++) {
-      const float keep = lane & (N / 2) ? v[i + N / 2] : v[i], give = lane & (N / 2) ? v[i] : v[i + N / 2];
-      half[i] = keep + __shfl_xor_sync(ALL_LANES, give, N / 2);
-    }
-    return warp_sum_each<N / 2, ALL>(half, lane);
-  } else {
-    float sum = v[0];
-#pragma unroll
-    for (int o = ALL; o < 32; o *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, o);
-    return sum;
-  }
-}
-
-// Sum over a block of SUM_THREADS threads, in double. Thread 0 gets the total. All call it, and meet
-// at a barrier before they call it again.
-constexpr unsigned SUM_THREADS = 256;
-__device__ inline double block_sum(double v) {
-  __shared__ double sums[SUM_THREADS / 32];
-  for (int o = 16; o > 0; o /= 2) v += __shfl_xor_sync(ALL_LANES, v, o);
-  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = v;
-  __syncthreads();
-  if (threadIdx.x == 0)
-    for (unsigned w = 1; w < SUM_THREADS / 32; w++) v += sums[w];
-  return v;
-}
-
-// ---- sums over tokens ----------------------------------------------------------------------------------
-
-// Gradients of norms and queries are sums over all tokens. Stage one: token_blocks() blocks, each with a fixed
-// share of the tokens, write one row of sums each. Stage two, here, adds the rows in order. Neither depends on
-// when a block runs. So many blocks for each multiprocessor: only another kind of card may round differently.
-constexpr int TOKEN_BLOCKS = 3;
-inline size_t token_blocks(size_t each = TOKEN_BLOCKS) {
-  return each * size_t(device.properties.multiProcessorCount);
-}
-constexpr unsigned NORM_BLOCKS = 528;  // likewise, for the sum of all squared gradients
-constexpr int MAX_ROUTE_LIST = 12;
-struct RouteList {  // the routes that a kernel works on: numbers into p, w and dw
-  int count = 0;
-  int number[MAX_ROUTE_LIST] = {};
-};
-
-// out[number[v]] (C) += sum over rows of rows (num_rows, vectors, C)[row][first + v]. A block owns 32 channels
-// of one vector; its 8 warps take every eighth row. Launch: grid (C / 32, list.count), block (32, 8).
-__global__ void add_rows_kernel(float* out, const float* rows, RouteList list, size_t num_rows, size_t vectors,
-                                size_t first, size_t C) {
-  __shared__ float part[8][32];
-  const size_t c = blockIdx.x * size_t(32) + threadIdx.x;
-  float sum = 0;
-  if (c < C)
-    for (size_t row = threadIdx.y; row < num_rows; row += 8)
-      sum += rows[(row * vectors + first + blockIdx.y) * C + c];
-  part[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();
-  if (threadIdx.y != 0 || c >= C) return;
-  for (int i = 1; i < 8; i++) sum += part[i][threadIdx.x];
-  out[size_t(list.number[blockIdx.y]) * C + c] += sum;
-}
-inline void add_rows(float* out, const float* rows, const RouteList& list, size_t num_rows, size_t vectors,
-                     size_t first, size_t C) {
-  launch(add_rows_kernel, dim3(ceil_div(C, 32), unsigned(list.count)), dim3(32, 8), 0, device.stream, out, rows,
-         list, num_rows, vectors, first, C);
-}
 
 // ---- token embedding -----------------------------------------------------------------------------------
 
@@ -531,6 +127,281 @@ void embedding_backward(float* dwte,         // (Vp,C)
   NVTX_RANGE();
   launch(embedding_backward_kernel<floatX>, dim3(unsigned(buckets.count), ceil_div(C, 256)), dim3(32, 8), 0,
          device.stream, dwte, dout, buckets, C);
+}
+
+// ---- sums over tokens ----------------------------------------------------------------------------------
+
+// Gradients of norms and queries are sums over all tokens. Stage one: token_blocks() blocks, each with a fixed
+// share of the tokens, write one row of sums each. Stage two, here, adds the rows in order. Neither depends on
+// when a block runs. So many blocks for each multiprocessor: only another kind of card may round differently.
+constexpr int TOKEN_BLOCKS = 3;
+inline size_t token_blocks(size_t each = TOKEN_BLOCKS) {
+  return each * size_t(device.properties.multiProcessorCount);
+}
+constexpr unsigned NORM_BLOCKS = 528;  // likewise, for the sum of all squared gradients
+
+// A block of so many warps; each takes one token at a time.
+constexpr int TOKEN_WARPS = 4, TOKEN_THREADS = 32 * TOKEN_WARPS;
+
+// What a block sums over its tokens: one vector (C) or several, and where each total belongs.
+constexpr int MAX_SUMS = 12;
+struct Totals {
+  float* vector[MAX_SUMS] = {};
+};
+
+// totals.vector[v] (C) += sum over row of rows (num_rows, vectors, C)[row][v]. A block owns 32 channels of one
+// vector; its 8 warps take every eighth row. Launch: grid (C / 32, vectors), block (32, 8).
+__global__ void add_rows_kernel(Totals totals, const float* rows, size_t num_rows, size_t C) {
+  __shared__ float sums[8][32];
+  const size_t c = blockIdx.x * size_t(32) + threadIdx.x, vectors = gridDim.y;
+  float sum = 0;
+  if (c < C)
+    for (size_t row = threadIdx.y; row < num_rows; row += 8) sum += rows[(row * vectors + blockIdx.y) * C + c];
+  sums[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+
+  if (threadIdx.y != 0 || c >= C) return;
+  for (int warp = 1; warp < 8; warp++) sum += sums[warp][threadIdx.x];
+  totals.vector[blockIdx.y][c] += sum;
+}
+inline void add_rows(const std::vector<float*>& totals,  // (C) each, at most MAX_SUMS
+                     const float* rows,                  // (num_rows, totals, C)
+                     size_t num_rows, size_t C) {
+  Totals list;
+  std::copy(totals.begin(), totals.end(), list.vector);
+  launch(add_rows_kernel, dim3(ceil_div(C, 32), unsigned(totals.size())), dim3(32, 8), 0, device.stream, list,
+         rows, num_rows, C);
+}
+
+// ---- RMSNorm -------------------------------------------------------------------------------------------
+
+// Alone only where there is one source: the first attention site, and every site of a residual network. One
+// warp per token; a row is small enough to be read twice, the second time from the cache.
+template <class floatX>
+__global__ void rmsnorm_forward_kernel(floatX* x, float* rstd, const floatX* h, const float* weight, size_t BT,
+                                       size_t C) {
+  const unsigned lane = threadIdx.x % 32;
+  const size_t bt = (blockIdx.x * size_t(blockDim.x) + threadIdx.x) / 32;
+  if (bt >= BT) return;
+  float squares = 0, v[8], g[8];
+  for (size_t c = size_t(lane) * 8; c < C; c += 256) {
+    load8(v, h + bt * C + c);
+    for (int k = 0; k < 8; k++) squares = fmaf(v[k], v[k], squares);
+  }
+  const float r = rsqrtf(warp_sum(squares) / float(C) + EPS);
+  if (lane == 0) rstd[bt] = r;
+  for (size_t c = size_t(lane) * 8; c < C; c += 256) {
+    load8(v, h + bt * C + c), load8(g, weight + c);
+    for (int k = 0; k < 8; k++) v[k] = g[k] * (r * v[k]);
+    store8(x + bt * C + c, v);
+  }
+}
+template <class floatX>
+void rmsnorm_forward(floatX* x,            // (BT,C)
+                     float* rstd,          // (BT): 1 / rms, for the routes that read h later
+                     const floatX* h,      // (BT,C)
+                     const float* weight,  // (C)
+                     size_t BT, size_t C) {
+  NVTX_RANGE(2 * BT * C * sizeof(floatX));
+  launch(rmsnorm_forward_kernel<floatX>, ceil_div(BT, 4), 128, 0, device.stream, x, rstd, h, weight, BT, C);
+}
+
+// forward: x = weight * hhat, hhat = rstd h
+//   dhhat = weight * dx      dh = rstd (dhhat - hhat mean(dhhat * hhat))      dweight += sum_tokens dx * hhat
+// Each warp gathers its tokens' shares of dweight in shared memory, C floats.
+template <class floatX>
+__global__ void rmsnorm_backward_kernel(floatX* dh, float* rows, const floatX* dx, const floatX* h,
+                                        const float* rstd, const float* weight, bool first, size_t BT,
+                                        size_t C) {
+  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  float* gathered = dynamic_shared<float>() + warp * C;
+  for (size_t c = lane; c < C; c += 32) gathered[c] = 0;
+  __syncwarp();
+  for (size_t bt = blockIdx.x * size_t(TOKEN_WARPS) + warp; bt < BT; bt += gridDim.x * size_t(TOKEN_WARPS)) {
+    const float r = rstd[bt];
+    float mean = 0, v[8], d[8], g[8], sum[8];
+    for (size_t c = size_t(lane) * 8; c < C; c += 256) {
+      load8(v, h + bt * C + c), load8(d, dx + bt * C + c), load8(g, weight + c);
+      for (int k = 0; k < 8; k++) mean = fmaf(g[k] * d[k], r * v[k], mean);
+    }
+    mean = warp_sum(mean) / float(C);
+    for (size_t c = size_t(lane) * 8; c < C; c += 256) {
+      load8(v, h + bt * C + c), load8(d, dx + bt * C + c), load8(g, weight + c), load8(sum, gathered + c);
+      float out[8] = {};
+      if (!first) load8(out, dh + bt * C + c);
+      for (int k = 0; k < 8; k++) {
+        const float hhat = r * v[k];
+        out[k] += r * (g[k] * d[k] - hhat * mean);
+        sum[k] = fmaf(d[k], hhat, sum[k]);
+      }
+      store8(dh + bt * C + c, out), store8(gathered + c, sum);
+    }
+  }
+  __syncthreads();
+  const float* all = dynamic_shared<float>();
+  for (size_t c = threadIdx.x; c < C; c += blockDim.x) {
+    float sum = 0;
+    for (int other = 0; other < TOKEN_WARPS; other++) sum += all[other * C + c];
+    rows[blockIdx.x * C + c] = sum;
+  }
+}
+template <class floatX>
+void rmsnorm_backward(floatX* dh,                          // (BT,C): adds, or overwrites if `first`
+                      float* dweight,                      // (C)
+                      const floatX* dx,                    // (BT,C)
+                      const floatX* h, const float* rstd,  // (BT,C), (BT)
+                      const float* weight,                 // (C)
+                      bool first,
+                      float* rows,  // workspace (token_blocks(),C)
+                      size_t BT, size_t C) {
+  NVTX_RANGE((first ? 3 : 4) * BT * C * sizeof(floatX));
+  const size_t blocks = std::min<size_t>(ceil_div(BT, TOKEN_WARPS), token_blocks());
+  launch(rmsnorm_backward_kernel<floatX>, unsigned(blocks), TOKEN_THREADS, TOKEN_WARPS * C * sizeof(float),
+         device.stream, dh, rows, dx, h, rstd, weight, first, BT, C);
+  add_rows({dweight}, rows, blocks, C);
+}
+
+// ---- matrix products -----------------------------------------------------------------------------------
+
+// cuBLASLt is asked once per kind of product which algorithm it would take; the answer is kept. Not the fastest
+// of several by the clock: two runs could then choose differently, and round differently. Its first suggestion
+// depends on the library, the card, the shapes and the workspace's size alone, and the library promises the
+// same bits from run to run while one stream is active. Inputs are floatX, sums float32, the output floatX or
+// float32.
+template <class T>
+cudaDataType data_type() {
+  return std::is_same<T, float>::value ? CUDA_R_32F : CUDA_R_16BF;
+}
+inline unsigned alignment_of(const void* p) {  // the largest power of two up to 256 that divides the address
+  const uintptr_t address = reinterpret_cast<uintptr_t>(p) | 256;
+  return unsigned(address & (~address + 1));
+}
+
+inline Product make_product(cudaDataType out_type, cudaDataType in_type, bool trans_a, bool trans_b, size_t M,
+                            size_t N, size_t K, size_t ldo, size_t lda, size_t ldb, unsigned alignment) {
+  // cuBLAS counts in columns: our row-major out = A B is its out^T = B^T A^T. B goes first, nothing moves.
+  Product product;
+  CUBLAS_CHECK(cublasLtMatmulDescCreate(&product.description, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+  const cublasOperation_t first = trans_b ? CUBLAS_OP_T : CUBLAS_OP_N,
+                          second = trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
+  CUBLAS_CHECK(
+      cublasLtMatmulDescSetAttribute(product.description, CUBLASLT_MATMUL_DESC_TRANSA, &first, sizeof first));
+  CUBLAS_CHECK(
+      cublasLtMatmulDescSetAttribute(product.description, CUBLASLT_MATMUL_DESC_TRANSB, &second, sizeof second));
+  CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&product.b, in_type, trans_b ? K : N, trans_b ? N : K, int64_t(ldb)));
+  CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&product.a, in_type, trans_a ? M : K, trans_a ? K : M, int64_t(lda)));
+  CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&product.out, out_type, N, M, int64_t(ldo)));
+
+  cublasLtMatmulPreference_t preference;
+  CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
+  auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
+    CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof value));
+  };
+  prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, CUBLAS_WORKSPACE);
+  for (auto attribute :
+       {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+        CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
+    prefer(attribute, uint32_t(alignment));
+  // A split sum may meet in the workspace, in order; not in the output, where blocks come as they please.
+  prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+         uint32_t(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE | CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE));
+  cublasLtMatmulHeuristicResult_t result;
+  int found = 0;
+  const cublasStatus_t status =
+      cublasLtMatmulAlgoGetHeuristic(device.cublas, product.description, product.b, product.a, product.out,
+                                     product.out, preference, 1, &result, &found);
+  if (status != CUBLAS_STATUS_SUCCESS || found == 0)
+    fatal(EXIT_ERROR, "cuBLASLt has no algorithm for a product of M %zu, N %zu, K %zu (status %d)", M, N, K,
+          int(status));
+  product.algorithm = result.algo;
+  CUBLAS_CHECK(cublasLtMatmulPreferenceDestroy(preference));
+  return product;
+}
+
+// out(M,N) = A(M,K) B(K,N) + addend, row-major. A is stored transposed if trans_a ((i,k) at a[k * lda + i]),
+// likewise B. addend: null, or (M,N) with rows ldo apart; it may be `out` itself.
+template <class Out, class In>
+void matmul(Out* out, size_t ldo, const In* a, size_t lda, bool trans_a, const In* b, size_t ldb, bool trans_b,
+            size_t M, size_t N, size_t K, const Out* addend) {
+  const unsigned alignment =
+      std::min({alignment_of(out), alignment_of(a), alignment_of(b), alignment_of(addend)});
+  const int kind =
+      trans_a + 2 * trans_b + 4 * (data_type<Out>() == CUDA_R_32F) + 8 * (data_type<In>() == CUDA_R_32F);
+  const ProductKey key(M, N, K, ldo, lda, ldb, kind, alignment);
+  auto found = device.products.find(key);
+  if (found == device.products.end())
+    found = device.products
+                .emplace(key, make_product(data_type<Out>(), data_type<In>(), trans_a, trans_b, M, N, K, ldo,
+                                           lda, ldb, alignment))
+                .first;
+  const Product& product = found->second;
+  const float one = 1, beta = addend ? 1 : 0;
+  CUBLAS_CHECK(cublasLtMatmul(device.cublas, product.description, &one, b, product.b, a, product.a, &beta,
+                              addend ? addend : out, product.out, out, product.out, &product.algorithm,
+                              device.workspace, CUBLAS_WORKSPACE, device.stream));
+}
+
+// What this card reaches, to set a share of its maker's peak beside: operations a second of one large product
+// (n,n) (n,n) in bf16, the median of five. Random numbers: a card may run faster over zeros.
+inline double measure_matrix_rate(size_t n) {
+  std::vector<bf16> numbers(n * n);
+  for (size_t i = 0; i < numbers.size(); i++)
+    numbers[i] = i < 65521 ? __float2bfloat16(normal(1, STREAM_TEST, i)) : numbers[i - 65521];
+  bf16 *a = device_array<bf16>(n * n, "a product to measure"), *out = device_array<bf16>(n * n, "its result");
+  bf16* addend = nullptr;
+  upload(a, numbers.data(), n * n);
+  cudaEvent_t begin, end;
+  CUDA_CHECK(cudaEventCreate(&begin));
+  CUDA_CHECK(cudaEventCreate(&end));
+  std::vector<float> ms(5);
+  for (int run = -2; run < 5; run++) {  // the first two find the algorithm and wake the card
+    CUDA_CHECK(cudaEventRecord(begin, device.stream));
+    matmul(out, n, a, n, false, a, n, true, n, n, n, addend);
+    CUDA_CHECK(cudaEventRecord(end, device.stream));
+    CUDA_CHECK(cudaEventSynchronize(end));
+    if (run >= 0) CUDA_CHECK(cudaEventElapsedTime(&ms[size_t(run)], begin, end));
+  }
+  CUDA_CHECK(cudaEventDestroy(begin));
+  CUDA_CHECK(cudaEventDestroy(end));
+  CUDA_CHECK(cudaFree(a));
+  CUDA_CHECK(cudaFree(out));
+  std::sort(ms.begin(), ms.end());
+  return 2 * double(n) * double(n) * double(n) / (double(ms[2]) * 1e-3);
+}
+
+inline Work product_work(size_t M, size_t N, size_t K) {
+  Work work(0, 2 * double(M) * double(N) * double(K));
+  work.M = M, work.N = N, work.K = K;
+  return work;
+}
+
+// out = x w^T (+ addend); rows of out and addend stand ldo apart: Q, K and V share one packed buffer.
+template <class floatX>
+void matmul_forward(floatX* out,      // (BT,OC), rows ldo apart
+                    const floatX* x,  // (BT,IC)
+                    const floatX* w,  // (OC,IC)
+                    size_t BT, size_t IC, size_t OC, size_t ldo, const floatX* addend = nullptr) {
+  NVTX_RANGE(product_work(BT, OC, IC));
+  matmul(out, ldo, x, IC, false, w, IC, true, BT, OC, IC, addend);
+}
+
+// forward: out = x w^T       dx = dout w      dw += dout^T x
+// Two functions, because x is there only after dx has gone through the route: see model_backward.
+template <class floatX>
+void matmul_backward_input(floatX* dx,          // (BT,IC); adds if add_dx
+                           const floatX* dout,  // (BT,OC), rows ldo apart
+                           const floatX* w,     // (OC,IC)
+                           size_t BT, size_t IC, size_t OC, size_t ldo, bool add_dx = false) {
+  NVTX_RANGE(product_work(BT, IC, OC));
+  matmul(dx, IC, dout, ldo, false, w, IC, false, BT, IC, OC, add_dx ? dx : nullptr);
+}
+template <class floatX>
+void matmul_backward_weight(float* dw,           // (OC,IC)
+                            const floatX* dout,  // (BT,OC), rows ldo apart
+                            const floatX* x,     // (BT,IC)
+                            size_t BT, size_t IC, size_t OC, size_t ldo) {
+  NVTX_RANGE(product_work(OC, IC, BT));
+  matmul(dw, IC, dout, ldo, true, x, IC, false, OC, IC, BT, dw);
 }
 
 // ---- depth route: a softmax read over the sources, per token -------------------------------------------
@@ -614,7 +485,6 @@ void with_vectors(size_t C, F f) {
   else
     f(std::integral_constant<int, 16>());
 }
-constexpr int ROUTE_WARPS = 4, ROUTE_THREADS = 32 * ROUTE_WARPS;
 // Blocks that a multiprocessor must have registers for: what token_blocks counts on, but for the widest rows
 constexpr int route_blocks(int NV) { return NV <= 7 ? TOKEN_BLOCKS : 1; }
 
@@ -695,12 +565,12 @@ inline void fold_gain_backward(const float* dw,    // (routes,C)
 // rises, what has been gathered shrinks. The last source's 1 / rms is computed here and kept; the others' are
 // known. With `average` the mean of the two mixes is normalised, and there is one x.
 template <class floatX, int NV, int R>
-__global__ void __launch_bounds__(ROUTE_THREADS, route_blocks(NV))
+__global__ void __launch_bounds__(TOKEN_THREADS, route_blocks(NV))
     route_forward_kernel(floatX* x, float* p, Sources<floatX> sources, const float* w, const float* norm,
                          bool average, size_t BT, size_t C, size_t ldp) {
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const unsigned K = unsigned(sources.K()), start = blockIdx.x * ROUTE_WARPS + warp,
-                 step = gridDim.x * ROUTE_WARPS;
+  const unsigned K = unsigned(sources.K()), start = blockIdx.x * TOKEN_WARPS + warp,
+                 step = gridDim.x * TOKEN_WARPS;
   const auto row_at = [&](unsigned bt, unsigned j) { return sources.stream + (sources.slot(j) * BT + bt) * C; };
   floatX* slots = dynamic_shared<floatX>() + warp * SLOTS<floatX> * NV * 128;
   Ring<floatX, NV, decltype(row_at)> ring = {row_at, slots, unsigned(BT), unsigned(C), start, step, K};
@@ -770,13 +640,13 @@ void route_forward(floatX* x,                       // (R,BT,C), one if average:
   NVTX_RANGE(double(sources.K() + (average ? 1 : R)) * BT * C * sizeof(floatX));
   with_vectors(C, [&](auto NV) {
     constexpr int N = decltype(NV)::value;
-    const size_t blocks = std::min<size_t>(ceil_div(BT, ROUTE_WARPS), token_blocks());
-    const size_t smem = ROUTE_WARPS * ring_bytes(N);
+    const size_t blocks = std::min<size_t>(ceil_div(BT, TOKEN_WARPS), token_blocks());
+    const size_t smem = TOKEN_WARPS * ring_bytes(N);
     if (R == 1)
-      launch(route_forward_kernel<floatX, N, 1>, unsigned(blocks), ROUTE_THREADS, smem, device.stream, x, p,
+      launch(route_forward_kernel<floatX, N, 1>, unsigned(blocks), TOKEN_THREADS, smem, device.stream, x, p,
              sources, w, norm, false, BT, C, ldp);
     else
-      launch(route_forward_kernel<floatX, N, 2>, unsigned(blocks), ROUTE_THREADS, smem, device.stream, x, p,
+      launch(route_forward_kernel<floatX, N, 2>, unsigned(blocks), TOKEN_THREADS, smem, device.stream, x, p,
              sources, w, norm, average, BT, C, ldp);
   });
 }
@@ -880,17 +750,17 @@ __device__ inline void partial_backward(Row<NV>& ds, float* dw, const Row<NV>& s
 }
 
 template <class floatX, int NV, int R, int INPUTS>
-__global__ void __launch_bounds__(ROUTE_THREADS, route_blocks(NV))
+__global__ void __launch_bounds__(TOKEN_THREADS, route_blocks(NV))
     route_backward_kernel(floatX* dh, floatX* x, float* delta, floatX* dpartial, float* rows,
                           Sources<floatX> sources, const float* p, const float* w, const float* norm,
                           bool first, size_t BT, size_t C, size_t ldp) {
   constexpr bool average = INPUTS < R;
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const unsigned K = unsigned(sources.K()), start = blockIdx.x * ROUTE_WARPS + warp,
-                 step = gridDim.x * ROUTE_WARPS;
-  float* all = dynamic_shared<float>();  // (ROUTE_WARPS, 1+R, C): dnorm and dw
+  const unsigned K = unsigned(sources.K()), start = blockIdx.x * TOKEN_WARPS + warp,
+                 step = gridDim.x * TOKEN_WARPS;
+  float* all = dynamic_shared<float>();  // (TOKEN_WARPS, 1+R, C): dnorm and dw
   float* gathered = all + warp * ((1 + R) * C);
-  floatX* rings = reinterpret_cast<floatX*>(all + ROUTE_WARPS * ((1 + R) * C));
+  floatX* rings = reinterpret_cast<floatX*>(all + TOKEN_WARPS * ((1 + R) * C));
   const auto row_at = [&](unsigned bt, unsigned n) -> const floatX* {  // sources, dx, the partial's gradient
     return n < K            ? sources.stream + (sources.slot(n) * BT + bt) * C
            : n < K + INPUTS ? dh + ((n - K) * BT + bt) * C
@@ -932,9 +802,9 @@ __global__ void __launch_bounds__(ROUTE_THREADS, route_blocks(NV))
     for_each_four<NV>(C, [&](int v, unsigned c) { store4(dpartial + bt * C + c, d[v]); });
   }
   __syncthreads();
-  for (size_t i = threadIdx.x; i < (1 + R) * C; i += ROUTE_THREADS) {
+  for (size_t i = threadIdx.x; i < (1 + R) * C; i += TOKEN_THREADS) {
     float sum = 0;
-    for (int other = 0; other < ROUTE_WARPS; other++) sum += all[other * ((1 + R) * C) + i];
+    for (int other = 0; other < TOKEN_WARPS; other++) sum += all[other * ((1 + R) * C) + i];
     rows[blockIdx.x * ((1 + R) * C) + i] = sum;
   }
 }
@@ -945,21 +815,19 @@ void route_backward(
     float* delta,      // (R,BT)
     floatX* dpartial,  // (BT,C): adds, or overwrites if `first`; null: no source is a running partial
     float* dnorm,      // (C)
-    float* dw,         // (routes,C)
-    const Sources<floatX>& sources, const float* p, const float* w, const float* norm,
-    const RouteList& routes,  // this site's, at most two
-    bool average, bool first,
-    float* rows,  // workspace (token_blocks(), 3, C)
-    size_t BT, size_t C, size_t ldp) {
-  const size_t R = size_t(routes.count), blocks = std::min<size_t>(ceil_div(BT, ROUTE_WARPS), token_blocks());
+    float* dw,         // (R,C): of query * gain, from the running partial alone
+    const Sources<floatX>& sources, const float* p, const float* w, const float* norm, bool average, bool first,
+    float* rows,  // workspace (token_blocks(), 1 + R, C)
+    size_t BT, size_t C, size_t ldp, size_t R) {
+  const size_t blocks = std::min<size_t>(ceil_div(BT, TOKEN_WARPS), token_blocks());
   const size_t inputs = average ? 1 : R, partial = !dpartial ? 0 : first ? 1 : 2;  // dx in and x out; dh out
   NVTX_RANGE(double(sources.K() + 2 * inputs + R + partial) * BT * C * sizeof(floatX));
   with_vectors(C, [&](auto NV) {
     constexpr int N = decltype(NV)::value;
-    const size_t smem = ROUTE_WARPS * ((1 + R) * C * sizeof(float) + ring_bytes(N));
+    const size_t smem = TOKEN_WARPS * ((1 + R) * C * sizeof(float) + ring_bytes(N));
     auto run = [&](auto R, auto INPUTS) {
       launch(route_backward_kernel<floatX, N, decltype(R)::value, decltype(INPUTS)::value>, unsigned(blocks),
-             ROUTE_THREADS, smem, device.stream, dh, x, delta, dpartial, rows, sources, p, w, norm, first, BT,
+             TOKEN_THREADS, smem, device.stream, dh, x, delta, dpartial, rows, sources, p, w, norm, first, BT,
              C, ldp);
     };
     using One = std::integral_constant<int, 1>;
@@ -971,8 +839,9 @@ void route_backward(
     else
       run(Two(), Two());
   });
-  add_rows(dnorm, rows, RouteList{1, {0}}, blocks, 1 + R, 0, C);
-  if (dpartial) add_rows(dw, rows, routes, blocks, 1 + R, 1, C);
+  std::vector<float*> totals = {dnorm};
+  for (size_t r = 0; r < R; r++) totals.push_back(dw + r * C);
+  add_rows(totals, rows, blocks, C);
 }
 
 // Backward, the finished sources: once a block of S sublayers is done, one pass adds what all its routes (those
@@ -984,6 +853,11 @@ void route_backward(
 // on its way, lie in shared memory: four sources share a look at them. What has to be summed over channels,
 // dh . s_j and w . s_j, crosses the block in `parts`; the resulting weights come back in `coefficients`.
 constexpr unsigned BANK_WARPS = 16;  // of a block at most; that registers leave room for
+constexpr int MAX_ROUTE_LIST = MAX_SUMS;
+struct RouteList {  // the routes that the kernel works on: numbers into p, w and dw
+  int count = 0;
+  int number[MAX_ROUTE_LIST] = {};
+};
 template <class floatX, int RMAX>
 __global__ void __launch_bounds__(32 * BANK_WARPS)
     route_backward_bank_kernel(floatX* dbank, float* rows, const floatX* dh, const float* delta,
@@ -1128,239 +1002,10 @@ void route_backward_bank(
       run(std::integral_constant<int, 8>());
     else
       run(std::integral_constant<int, 12>());
-    add_rows(dw, rows, list, blocks, size_t(list.count), 0, C);
+    std::vector<float*> totals;
+    for (int n = 0; n < list.count; n++) totals.push_back(dw + size_t(list.number[n]) * C);
+    add_rows(totals, rows, blocks, C);
   }
-}
-
-// ---- RMSNorm -------------------------------------------------------------------------------------------
-
-// Alone only where there is one source: the first attention site, and every site of a residual network. One
-// warp per token; a row is small enough to be read twice, the second time from the cache.
-template <class floatX>
-__global__ void rmsnorm_forward_kernel(floatX* x, float* rstd, const floatX* h, const float* weight, size_t BT,
-                                       size_t C) {
-  const unsigned lane = threadIdx.x % 32;
-  const size_t bt = (blockIdx.x * size_t(blockDim.x) + threadIdx.x) / 32;
-  if (bt >= BT) return;
-  float squares = 0, v[8], g[8];
-  for (size_t c = size_t(lane) * 8; c < C; c += 256) {
-    load8(v, h + bt * C + c);
-    for (int k = 0; k < 8; k++) squares = fmaf(v[k], v[k], squares);
-  }
-  const float r = rsqrtf(warp_sum(squares) / float(C) + EPS);
-  if (lane == 0) rstd[bt] = r;
-  for (size_t c = size_t(lane) * 8; c < C; c += 256) {
-    load8(v, h + bt * C + c), load8(g, weight + c);
-    for (int k = 0; k < 8; k++) v[k] = g[k] * (r * v[k]);
-    store8(x + bt * C + c, v);
-  }
-}
-template <class floatX>
-void rmsnorm_forward(floatX* x,            // (BT,C)
-                     float* rstd,          // (BT): 1 / rms, for the routes that read h later
-                     const floatX* h,      // (BT,C)
-                     const float* weight,  // (C)
-                     size_t BT, size_t C) {
-  NVTX_RANGE(2 * BT * C * sizeof(floatX));
-  launch(rmsnorm_forward_kernel<floatX>, ceil_div(BT, 4), 128, 0, device.stream, x, rstd, h, weight, BT, C);
-}
-
-// forward: x = weight * hhat, hhat = rstd h
-//   dhhat = weight * dx      dh = rstd (dhhat - hhat mean(dhhat * hhat))      dweight += sum_tokens dx * hhat
-// Each warp gathers its tokens' shares of dweight in shared memory, C floats.
-template <class floatX>
-__global__ void rmsnorm_backward_kernel(floatX* dh, float* rows, const floatX* dx, const floatX* h,
-                                        const float* rstd, const float* weight, bool first, size_t BT,
-                                        size_t C) {
-  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  float* gathered = dynamic_shared<float>() + warp * C;
-  for (size_t c = lane; c < C; c += 32) gathered[c] = 0;
-  __syncwarp();
-  for (size_t bt = blockIdx.x * size_t(ROUTE_WARPS) + warp; bt < BT; bt += gridDim.x * size_t(ROUTE_WARPS)) {
-    const float r = rstd[bt];
-    float mean = 0, v[8], d[8], g[8], sum[8];
-    for (size_t c = size_t(lane) * 8; c < C; c += 256) {
-      load8(v, h + bt * C + c), load8(d, dx + bt * C + c), load8(g, weight + c);
-      for (int k = 0; k < 8; k++) mean = fmaf(g[k] * d[k], r * v[k], mean);
-    }
-    mean = warp_sum(mean) / float(C);
-    for (size_t c = size_t(lane) * 8; c < C; c += 256) {
-      load8(v, h + bt * C + c), load8(d, dx + bt * C + c), load8(g, weight + c), load8(sum, gathered + c);
-      float out[8] = {};
-      if (!first) load8(out, dh + bt * C + c);
-      for (int k = 0; k < 8; k++) {
-        const float hhat = r * v[k];
-        out[k] += r * (g[k] * d[k] - hhat * mean);
-        sum[k] = fmaf(d[k], hhat, sum[k]);
-      }
-      store8(dh + bt * C + c, out), store8(gathered + c, sum);
-    }
-  }
-  __syncthreads();
-  const float* all = dynamic_shared<float>();
-  for (size_t c = threadIdx.x; c < C; c += blockDim.x) {
-    float sum = 0;
-    for (int other = 0; other < ROUTE_WARPS; other++) sum += all[other * C + c];
-    rows[blockIdx.x * C + c] = sum;
-  }
-}
-template <class floatX>
-void rmsnorm_backward(floatX* dh,                          // (BT,C): adds, or overwrites if `first`
-                      float* dweight,                      // (C)
-                      const floatX* dx,                    // (BT,C)
-                      const floatX* h, const float* rstd,  // (BT,C), (BT)
-                      const float* weight,                 // (C)
-                      bool first,
-                      float* rows,  // workspace (token_blocks(),C)
-                      size_t BT, size_t C) {
-  NVTX_RANGE((first ? 3 : 4) * BT * C * sizeof(floatX));
-  const size_t blocks = std::min<size_t>(ceil_div(BT, ROUTE_WARPS), token_blocks());
-  launch(rmsnorm_backward_kernel<floatX>, unsigned(blocks), ROUTE_THREADS, ROUTE_WARPS * C * sizeof(float),
-         device.stream, dh, rows, dx, h, rstd, weight, first, BT, C);
-  add_rows(dweight, rows, RouteList{1, {0}}, blocks, 1, 0, C);
-}
-
-// ---- matrix products -----------------------------------------------------------------------------------
-
-// cuBLASLt is asked once per kind of product which algorithm it would take; the answer is kept. Not the fastest
-// of several by the clock: two runs could then choose differently, and round differently. Its first suggestion
-// depends on the library, the card, the shapes and the workspace's size alone, and the library promises the
-// same bits from run to run while one stream is active. Inputs are floatX, sums float32, the output floatX or
-// float32.
-template <class T>
-cudaDataType data_type() {
-  return std::is_same<T, float>::value ? CUDA_R_32F : CUDA_R_16BF;
-}
-inline unsigned alignment_of(const void* p) {  // the largest power of two up to 256 that divides the address
-  const uintptr_t address = reinterpret_cast<uintptr_t>(p) | 256;
-  return unsigned(address & (~address + 1));
-}
-
-inline Product make_product(cudaDataType out_type, cudaDataType in_type, bool trans_a, bool trans_b, size_t M,
-                            size_t N, size_t K, size_t ldo, size_t lda, size_t ldb, unsigned alignment) {
-  // cuBLAS counts in columns: our row-major out = A B is its out^T = B^T A^T. B goes first, nothing moves.
-  Product product;
-  CUBLAS_CHECK(cublasLtMatmulDescCreate(&product.description, CUBLAS_COMPUTE_32F, CUDA_R_32F));
-  const cublasOperation_t first = trans_b ? CUBLAS_OP_T : CUBLAS_OP_N,
-                          second = trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
-  CUBLAS_CHECK(
-      cublasLtMatmulDescSetAttribute(product.description, CUBLASLT_MATMUL_DESC_TRANSA, &first, sizeof first));
-  CUBLAS_CHECK(
-      cublasLtMatmulDescSetAttribute(product.description, CUBLASLT_MATMUL_DESC_TRANSB, &second, sizeof second));
-  CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&product.b, in_type, trans_b ? K : N, trans_b ? N : K, int64_t(ldb)));
-  CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&product.a, in_type, trans_a ? M : K, trans_a ? K : M, int64_t(lda)));
-  CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&product.out, out_type, N, M, int64_t(ldo)));
-
-  cublasLtMatmulPreference_t preference;
-  CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
-  auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
-    CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof value));
-  };
-  prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, CUBLAS_WORKSPACE);
-  for (auto attribute :
-       {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
-        CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
-    prefer(attribute, uint32_t(alignment));
-  // A split sum may meet in the workspace, in order; not in the output, where blocks come as they please.
-  prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
-         uint32_t(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE | CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE));
-  cublasLtMatmulHeuristicResult_t result;
-  int found = 0;
-  const cublasStatus_t status =
-      cublasLtMatmulAlgoGetHeuristic(device.cublas, product.description, product.b, product.a, product.out,
-                                     product.out, preference, 1, &result, &found);
-  if (status != CUBLAS_STATUS_SUCCESS || found == 0)
-    fatal(EXIT_ERROR, "cuBLASLt has no algorithm for a product of M %zu, N %zu, K %zu (status %d)", M, N, K,
-          int(status));
-  product.algorithm = result.algo;
-  CUBLAS_CHECK(cublasLtMatmulPreferenceDestroy(preference));
-  return product;
-}
-
-// out(M,N) = A(M,K) B(K,N) + addend, row-major. A is stored transposed if trans_a ((i,k) at a[k * lda + i]),
-// likewise B. addend: null, or (M,N) with rows ldo apart; it may be `out` itself.
-template <class Out, class In>
-void matmul(Out* out, size_t ldo, const In* a, size_t lda, bool trans_a, const In* b, size_t ldb, bool trans_b,
-            size_t M, size_t N, size_t K, const Out* addend) {
-  const unsigned alignment =
-      std::min({alignment_of(out), alignment_of(a), alignment_of(b), alignment_of(addend)});
-  const int kind =
-      trans_a + 2 * trans_b + 4 * (data_type<Out>() == CUDA_R_32F) + 8 * (data_type<In>() == CUDA_R_32F);
-  const ProductKey key(M, N, K, ldo, lda, ldb, kind, alignment);
-  auto found = device.products.find(key);
-  if (found == device.products.end())
-    found = device.products
-                .emplace(key, make_product(data_type<Out>(), data_type<In>(), trans_a, trans_b, M, N, K, ldo,
-                                           lda, ldb, alignment))
-                .first;
-  const Product& product = found->second;
-  const float one = 1, beta = addend ? 1 : 0;
-  CUBLAS_CHECK(cublasLtMatmul(device.cublas, product.description, &one, b, product.b, a, product.a, &beta,
-                              addend ? addend : out, product.out, out, product.out, &product.algorithm,
-                              device.workspace, CUBLAS_WORKSPACE, device.stream));
-}
-
-// What this card reaches, to set a share of its maker's peak beside: operations a second of one large product
-// (n,n) (n,n) in bf16, the median of five. Random numbers: a card may run faster over zeros.
-inline double measure_matrix_rate(size_t n) {
-  std::vector<bf16> numbers(n * n);
-  for (size_t i = 0; i < numbers.size(); i++)
-    numbers[i] = i < 65521 ? __float2bfloat16(normal(1, STREAM_TEST, i)) : numbers[i - 65521];
-  bf16 *a = device_array<bf16>(n * n, "a product to measure"), *out = device_array<bf16>(n * n, "its result");
-  bf16* addend = nullptr;
-  upload(a, numbers.data(), n * n);
-  cudaEvent_t begin, end;
-  CUDA_CHECK(cudaEventCreate(&begin));
-  CUDA_CHECK(cudaEventCreate(&end));
-  std::vector<float> ms(5);
-  for (int run = -2; run < 5; run++) {  // the first two find the algorithm and wake the card
-    CUDA_CHECK(cudaEventRecord(begin, device.stream));
-    matmul(out, n, a, n, false, a, n, true, n, n, n, addend);
-    CUDA_CHECK(cudaEventRecord(end, device.stream));
-    CUDA_CHECK(cudaEventSynchronize(end));
-    if (run >= 0) CUDA_CHECK(cudaEventElapsedTime(&ms[size_t(run)], begin, end));
-  }
-  CUDA_CHECK(cudaEventDestroy(begin));
-  CUDA_CHECK(cudaEventDestroy(end));
-  CUDA_CHECK(cudaFree(a));
-  CUDA_CHECK(cudaFree(out));
-  std::sort(ms.begin(), ms.end());
-  return 2 * double(n) * double(n) * double(n) / (double(ms[2]) * 1e-3);
-}
-
-inline Work product_work(size_t M, size_t N, size_t K) {
-  Work work(0, 2 * double(M) * double(N) * double(K));
-  work.M = M, work.N = N, work.K = K;
-  return work;
-}
-
-// out = x w^T (+ addend); rows of out and addend stand ldo apart: Q, K and V share one packed buffer.
-template <class floatX>
-void matmul_forward(floatX* out,      // (BT,OC), rows ldo apart
-                    const floatX* x,  // (BT,IC)
-                    const floatX* w,  // (OC,IC)
-                    size_t BT, size_t IC, size_t OC, size_t ldo, const floatX* addend = nullptr) {
-  NVTX_RANGE(product_work(BT, OC, IC));
-  matmul(out, ldo, x, IC, false, w, IC, true, BT, OC, IC, addend);
-}
-
-// forward: out = x w^T       dx = dout w      dw += dout^T x
-// Two functions, because x is there only after dx has gone through the route: see model_backward.
-template <class floatX>
-void matmul_backward_input(floatX* dx,          // (BT,IC); adds if add_dx
-                           const floatX* dout,  // (BT,OC), rows ldo apart
-                           const floatX* w,     // (OC,IC)
-                           size_t BT, size_t IC, size_t OC, size_t ldo, bool add_dx = false) {
-  NVTX_RANGE(product_work(BT, IC, OC));
-  matmul(dx, IC, dout, ldo, false, w, IC, false, BT, IC, OC, add_dx ? dx : nullptr);
-}
-template <class floatX>
-void matmul_backward_weight(float* dw,           // (OC,IC)
-                            const floatX* dout,  // (BT,OC), rows ldo apart
-                            const floatX* x,     // (BT,IC)
-                            size_t BT, size_t IC, size_t OC, size_t ldo) {
-  NVTX_RANGE(product_work(OC, IC, BT));
-  matmul(dw, IC, dout, ldo, true, x, IC, false, OC, IC, BT, dw);
 }
 
 // ---- rotary position encoding --------------------------------------------------------------------------
@@ -2478,16 +2123,12 @@ void read_sources_backward(Model<floatX>& m, const Site<floatX>& site, std::vect
   // tied: both inputs are one function of one query, so their gradients have met in dx already, as in `block`.
   const size_t R = c.arch == Arch::tied ? 1 : site.R;
   float* delta = a.delta + waiting.size() * BT;
-  RouteList routes;
-  for (size_t r = 0; r < R; r++) {
-    routes.number[routes.count++] = int(site.route + r);
-    waiting.push_back(int(site.route + r));
-  }
+  for (size_t r = 0; r < R; r++) waiting.push_back(int(site.route + r));
   // The last slot counts as a running partial for the head, although its block may be complete.
   const bool has_partial = site.i % c.S != 0 || site.i == last;
   floatX* dpartial = has_partial ? a.dbank + c.bank_index(site.i) * BT * C : nullptr;
-  route_backward(dh, a.x, delta, dpartial, site.dnorm, a.dw, site.sources, site.p, site.w, site.norm, routes,
-                 site.average, site.i == last, a.rows, BT, C, c.max_sources());
+  route_backward(dh, a.x, delta, dpartial, site.dnorm, a.dw + site.route * C, site.sources, site.p, site.w,
+                 site.norm, site.average, site.i == last, a.rows, BT, C, c.max_sources(), R);
 }
 
 // After model_forward and classifier, which left the head's gradient in acts.dh. Adds to m.grads.

@@ -12,7 +12,6 @@
 #include "dev/common/flops.h"
 #include "dev/common/text.h"
 #include "dev/common/log.h"
-#include "dev/common/profile.h"
 #include "dev/common/random.h"
 #include "dev/common/report.h"
 #include "data/stories.h"
@@ -570,24 +569,6 @@ static void test_report() {
   const std::string cost = arithmetic_table(paper, Options(), 0, "");
   printf("%s", cost.c_str());
   CHECK(cost.find("arithmetic  776,860,416 FLOP a token: matrices 92.5%, attention 7.3%, routes 0.2%\n") == 0);
-
-  TEST("the table of --profile: per step, dearest first; no times where they mean nothing");
-  const std::vector<ProfileRow> rows = {{"swiglu_forward", 20, 5, 10e9, 0},
-                                        {"matmul_forward 8 x 4 x 2", 40, 15, 0, 3e12},
-                                        {"model_forward", 10, 0, 0, 0}};
-  std::string profile = profile_table(rows, 10, true);
-  printf("%s", profile.c_str());
-  CHECK_EQ(profile,
-           "profile of 10 steps, 2.000 ms each, the events' own time included\n"
-           "  calls  ms/step  share   MB/step    GB/s  GFLOP/step  TFLOP/s\n"
-           "      4    1.500  75.0%         -       -      300.00    200.0  matmul_forward 8 x 4 x 2\n"
-           "      2    0.500  25.0%   1000.00    2000           -        -  swiglu_forward\n"
-           "      1    0.000   0.0%         -       -           -        -  model_forward\n");
-  profile = profile_table(rows, 1, false);
-  CHECK(profile.compare(0, 40, "profile of 1 step, emulated: no times\n  ") == 0);
-  const std::string row = "     20        -     -   10000.00       -           -        -  swiglu_forward\n";
-  CHECK(profile.find(row) != std::string::npos);
-  CHECK(profile.find('%') == std::string::npos);
 
   TEST("durations and long numbers");
   CHECK_EQ(duration_text(0.4), "0s");

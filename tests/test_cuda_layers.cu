@@ -231,14 +231,12 @@ void test_route(const BlockShape& s, size_t BT, double deviation = 1.5) {
     const auto hard = std::count_if(used.begin(), used.end(), [](double v) { return v == 0 || v == 1; });
     if (extreme) CHECK(size_t(hard) > used.size() * 9 / 10);
     put(dh + r0 * BT * C, site.dx);
-    gpu::RouteList routes_here;
-    for (size_t r = 0; r < site.R; r++)
-      routes_here.number[routes_here.count++] = int(r0 + r), list.push_back(int(r0 + r));
+    for (size_t r = 0; r < site.R; r++) list.push_back(int(r0 + r));
     const bool has_partial = site.i % s.S != 0 || (s.output && site.i == last);
     Array<X> x_again(site.inputs * BT * C);
     gpu::route_backward<X>(dh + r0 * BT * C, x_again, delta + r0 * BT, has_partial ? dpartial.at : nullptr,
-                           dnorm, dw, sources, p + r0 * BT * ldp, w + r0 * C, norm, routes_here, s.average,
-                           !site.add_partial, rows, BT, C, ldp);
+                           dnorm, dw + r0 * C, sources, p + r0 * BT * ldp, w + r0 * C, norm, s.average,
+                           !site.add_partial, rows, BT, C, ldp, site.R);
     compare<X>("x again", x_again.numbers(), plain.sites[n].x, want.sites[n].x);
     if (has_partial)
       compare<X>("dpartial", dpartial.numbers(), plain.sites[n].dpartial, want.sites[n].dpartial, unit);
@@ -287,8 +285,8 @@ void test_walks(size_t BT, size_t C) {
     put(dh.at, dx), put(dpartial.at, dpartial0), put(dbank.at, dbank0), put(dw.at, Numbers(R * C, 0));
     const gpu::Sources<X> sources{stream, rstd, S, i}, finished{stream, rstd, S, first};
     gpu::route_forward<X>(x, p, sources, w, norm, false, BT, C, K, R);
-    gpu::route_backward<X>(dh, x_again, delta, dpartial, dnorm, dw, sources, p, w, norm, {R, {0, 1}}, false,
-                           false, rows, BT, C, K);
+    gpu::route_backward<X>(dh, x_again, delta, dpartial, dnorm, dw, sources, p, w, norm, false, false, rows, BT,
+                           C, K, R);
     gpu::route_backward_bank<X>(dbank, dw, dh, delta, finished, p, w, {0, 1}, false, rows, BT, C, K);
     const std::vector<Numbers> now = {x.numbers(),  p.numbers(),     take(rstd + i * BT, BT), x_again.numbers(),
                                       dh.numbers(), delta.numbers(), dpartial.numbers(),      dbank.numbers()};
@@ -826,11 +824,32 @@ void test_all() {
   for (size_t HS : {12, 64}) test_attention<X>(1, 70, HS, 2, std::sqrt(EXTREME));  // plain tiles; tensor cores
 }
 
+void test_profile_table() {
+  TEST("the table of --profile: per step, dearest first; no times where they mean nothing");
+  const std::vector<gpu::ProfileRow> rows = {{"swiglu_forward", 20, 5, 10e9, 0},
+                                             {"matmul_forward 8 x 4 x 2", 40, 15, 0, 3e12},
+                                             {"model_forward", 10, 0, 0, 0}};
+  std::string profile = gpu::profile_table(rows, 10, true);
+  printf("%s", profile.c_str());
+  CHECK_EQ(profile,
+           "profile of 10 steps, 2.000 ms each, the events' own time included\n"
+           "  calls  ms/step  share   MB/step    GB/s  GFLOP/step  TFLOP/s\n"
+           "      4    1.500  75.0%         -       -      300.00    200.0  matmul_forward 8 x 4 x 2\n"
+           "      2    0.500  25.0%   1000.00    2000           -        -  swiglu_forward\n"
+           "      1    0.000   0.0%         -       -           -        -  model_forward\n");
+  profile = gpu::profile_table(rows, 1, false);
+  CHECK(profile.compare(0, 40, "profile of 1 step, emulated: no times\n  ") == 0);
+  const std::string row = "     20        -     -   10000.00       -           -        -  swiglu_forward\n";
+  CHECK(profile.find(row) != std::string::npos);
+  CHECK(profile.find('%') == std::string::npos);
+}
+
 int main() {
   gpu::device_open();
   test_all<float>();
   test_all<bf16>();
   test_optimiser(1000), test_optimiser(300004);
+  test_profile_table();
   test_matrix_rate();
   test_traffic();
   test_stated_bytes();

@@ -184,10 +184,10 @@ inline void step_by_step(const Block& b) {
       launch(mix_kernel, gpu::ceil_div(BT * C, 256), 256, 0, stream, b.mix, sources, p, BT, C, ldp);
       launch(norm_backward_kernel, walkers(b), threads_for(C), 0, stream, dh, b.x + r * BT * C, b.delta, b.rows,
              b.mix, b.norm + n * C, BT, C);
-      gpu::add_rows(b.dnorm, b.rows, gpu::RouteList{1, {int(n)}}, walkers(b), 1, 0, C);
+      gpu::add_rows({b.dnorm + n * C}, b.rows, walkers(b), C);
       launch(sources_backward_kernel, walkers(b), threads_for(C), 0, stream, b.dbank, b.dpartial, b.rows, dh,
              b.delta, sources, p, b.w + r * C, b.F, BT, C, ldp);
-      gpu::add_rows(b.dw, b.rows, gpu::RouteList{1, {int(r)}}, walkers(b), 1, 0, C);
+      gpu::add_rows({b.dw + r * C}, b.rows, walkers(b), C);
     }
 }
 
@@ -239,8 +239,9 @@ void routes_at_once(const Block& b, const Site& site, size_t n, size_t r) {  // 
   launch(site_backward_kernel<ROUTES>, walkers(b), threads_for(C), 0, gpu::device.stream, b.dbank, b.dpartial,
          b.x + r * BT * C, b.rows, b.dh + r * BT * C, sources, b.p + r * BT * ldp, b.w + r * C, b.norm + n * C,
          b.F, BT, C, ldp);
-  gpu::add_rows(b.dnorm, b.rows, gpu::RouteList{1, {int(n)}}, walkers(b), 1 + ROUTES, 0, C);
-  gpu::add_rows(b.dw, b.rows, gpu::RouteList{ROUTES, {int(r), int(r) + 1}}, walkers(b), 1 + ROUTES, 1, C);
+  std::vector<float*> totals = {b.dnorm + n * C};
+  for (size_t i = 0; i < ROUTES; i++) totals.push_back(b.dw + (r + i) * C);
+  gpu::add_rows(totals, b.rows, walkers(b), C);
 }
 inline void route_by_route(const Block& b) {
   const std::vector<Site> sites = sites_of_block(b.F, b.S);
@@ -269,13 +270,11 @@ inline void trainers(const Block& b) {
   std::vector<int> waiting;
   for (size_t n = 0; n < sites.size(); n++) {
     const Site& site = sites[n];
-    gpu::RouteList routes;
-    for (size_t r = site.route; r < site.route + site.R; r++)
-      routes.number[routes.count++] = int(r), waiting.push_back(int(r));
+    for (size_t r = site.route; r < site.route + site.R; r++) waiting.push_back(int(r));
     gpu::route_backward<bf16>(b.dh + site.route * BT * C, b.x + site.route * BT * C, b.delta + site.route * BT,
-                              site.K > b.F ? b.dpartial : nullptr, b.dnorm + n * C, b.dw,
+                              site.K > b.F ? b.dpartial : nullptr, b.dnorm + n * C, b.dw + site.route * C,
                               {b.stream, b.rstd, b.S, site.i}, b.p + site.route * BT * ldp,
-                              b.w + site.route * C, b.norm + n * C, routes, false, false, b.rows, BT, C, ldp);
+                              b.w + site.route * C, b.norm + n * C, false, false, b.rows, BT, C, ldp, site.R);
   }
   gpu::route_backward_bank<bf16>(b.dbank, b.dw, b.dh, b.delta, {b.stream, b.rstd, b.S, (b.F - 1) * b.S}, b.p,
                                  b.w, waiting, false, b.rows, BT, C, ldp);

@@ -1,9 +1,12 @@
 // emulated_device.h - the CPU twins of what train_rdattnres.cu says in <<<>>> and in inline PTX.
 #pragma once
+#include <string>
+
 #include "cuda_runtime.h"
 
 constexpr bool EMULATED = true;  // times mean nothing here
 #define launch(...) emu::launch_kernel(emu::Site{__FILE__, __LINE__}, #__VA_ARGS__, __VA_ARGS__)
+inline std::string code_found() { return "no GPU code"; }
 template <class T>
 T* dynamic_shared() {
   return reinterpret_cast<T*>(emu::self->block->shared);
