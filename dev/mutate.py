@@ -74,7 +74,7 @@ class Tree:
         self.running = None
         for name in ("Makefile", "train_rdattnres_cpu.cpp", "train_rdattnres.cu"):
             shutil.copy(os.path.join(ROOT, name), folder)
-        for name in ("dev/common", "dev/emulator", "data", "tests"):
+        for name in ("dev/common", "dev/cpu", "dev/emulator", "data", "tests"):
             shutil.copytree(os.path.join(ROOT, name), os.path.join(folder, name),
                             ignore=shutil.ignore_patterns("__pycache__", "*.bin"))
 
