@@ -30,7 +30,7 @@
 
 #include "dev/common/errors.h"      // fatal, alloc_array
 #include "dev/common/checkpoint.h"  // checkpoint_write, Checkpoint: safetensors files
-#include "dev/common/config.h"      // Config, TENSOR_TABLE, Tensors, source_slots
+#include "dev/common/config.h"      // Config, TENSOR_TABLE, Tensors: sizes, depth memory, parameters
 #include "dev/common/random.h"      // normal, uniform: counter-based random numbers; sample_token
 #include "data/stories.h"           // tell_story, StoryMarks: the built-in corpus and its questions
 #include "dev/common/flags.h"       // Options, parse_flags, config_from: the command line
@@ -273,8 +273,8 @@ void route_backward(real* const* dsources,         // K pointers to (BT,C); adds
           const real dz = K > 1 ? weights[j] * (dp - delta) : 0;
           const real pj = weights[j];
           const real rj = rstd[j][bt];
-          const real along =
-              dz * rj * rj * rj * ws / real(C);  // dz r (w . xhat) / C, and one r more for xhat = r s
+          // dz_j r_j xhat_j (w . xhat_j) / C = along s_j, since xhat_j = r_j s_j
+          const real along = dz * rj * rj * rj * ws / real(C);
 #pragma omp simd
           for (size_t c = 0; c < C; c++) {
             ds[c] += pj * dmix[c] + dz * rj * wr[c] - along * s[c];
