@@ -37,7 +37,7 @@ RUN = {
     "--out runs/mine": CUT,
     "./train_rdattnres_cpu --init-from runs/mine/ckpt_00002400.safetensors --val 'shards/text_val_*.bin' "
     "--steps 0": "",
-    "python3 dev/reference/rdattnres.py runs/mine/ckpt_00002400.safetensors shards/text_val_000000.bin": "",
+    "python3 dev/hf/rdattnres.py runs/mine/ckpt_00002400.safetensors shards/text_val_000000.bin": "",
 }
 # Each has one mistake, which its check must see.
 WRONG = (
@@ -118,7 +118,7 @@ class Project:
     def run(self, command, cut):
         if command.startswith("data/fineweb_edu.sh") and not shutil.which("curl"):
             raise Skip("no curl on this machine")
-        if command.startswith("python3 dev/reference"):
+        if command.startswith("python3 dev/hf"):
             need("torch", "safetensors", "numpy")
         self.shell(command + cut)
         if cut:  # the checkpoint gets the name of a whole run's last, which the next commands expect

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The PyTorch model (dev/reference/rdattnres.py) against the derivation's numpy model and the CPU trainer.
+"""The PyTorch model (dev/hf/rdattnres.py) against the derivation's numpy model and the CPU trainer.
 
 The trainer shows its loss in the log, and its gradients in a checkpoint: after one step from zero moments,
 without clipping, adam_m is (1 - 0.9) times the gradient. Both are compared with PyTorch in float64, and must be
@@ -10,7 +10,6 @@ order the model is the same and the roundings are not.
 import contextlib
 import io
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -19,17 +18,16 @@ import tempfile
 from check import Skip, case, finish, skip
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-TRAINER = ROOT / "train_rdattnres_cpu"
 try:
     import numpy as np
     import torch
     from safetensors import safe_open
-    from safetensors.numpy import save_file
 except ImportError as error:
     skip("the PyTorch model", f"no {error.name} on this machine")
     finish()
-sys.path.insert(0, str(ROOT / "dev/reference"))
+sys.path.insert(0, str(ROOT / "dev/hf"))
 from rdattnres import ARCHES, Config, RDAttnRes, load_windows, loss_and_gradients  # noqa: E402
+from models import TRAINER, random_parameters, trainer, write_checkpoint, write_shard  # noqa: E402
 from pages import Page  # noqa: E402
 
 torch.set_num_threads(1)
@@ -37,33 +35,6 @@ FACTOR = 8        # our float32 error may be this many times PyTorch's float32 e
 FLOOR = 2.0**-22  # ... or this, relative: adam_m has been rounded twice more on its way here
 ORDERS = 5
 BATCH = 3
-
-
-def random_parameters(config, seed):
-    """Queries that are not zero, gains and norms that are not one, padding rows that are zero: in float32."""
-    rng = np.random.default_rng(seed)
-    params = {}
-    for name, shape in config.shapes().items():
-        x = rng.standard_normal(shape)
-        if "norm" in name or "gain" in name:
-            x = 1 + 0.3 * x
-        elif "route" in name:
-            x *= 0.4
-        else:
-            x *= 0.2 if name == "wte" else shape[-1] ** -0.5
-        params[name] = x.astype(np.float32)
-    params["wte"][config.V:] = 0
-    return params
-
-
-def write_checkpoint(path, config, params):
-    save_file({"model." + n: x for n, x in params.items()}, str(path), config.to_metadata())
-
-
-def write_shard(path, tokens):
-    header = np.zeros(256, "<i4")
-    header[:3] = 20240520, 1, len(tokens)
-    path.write_bytes(header.tobytes() + tokens.astype("<u2").tobytes())
 
 
 def relative_error(got, want):
@@ -93,18 +64,6 @@ def plain_errors(checkpoint, batch, loss, grads):
     return loss_error, errors
 
 
-def trainer(folder, config, *flags):
-    """Runs the CPU trainer on config; its whole output is in the exception if it fails."""
-    command = [str(TRAINER), "--out", str(folder), "--quiet", "--sample-tokens", "0", "--batch", str(BATCH),
-               "--total-batch", str(BATCH * config.T)]
-    for name, value in config.to_metadata().items():
-        command += ["--" + name, value]
-    result = subprocess.run([*command, *map(str, flags)], capture_output=True, text=True, errors="replace",
-                            env={**os.environ, "OMP_NUM_THREADS": "1"})  # too small a model for more
-    said = result.stderr or result.stdout
-    assert result.returncode == 0, f"{' '.join(command)}: exit {result.returncode}: {said}"
-
-
 def compare_with_trainer(arch, S, folder):
     config = Config(arch, L=3, C=48, NH=3, F=80, S=S, T=37, V=131)
     rng = np.random.default_rng(S)
@@ -125,7 +84,8 @@ def compare_with_trainer(arch, S, folder):
           f"of float32 there {plain:.1e}")
     assert ours <= max(FACTOR * plain, FLOOR)
 
-    trainer(folder / "step", config, "--init-from", checkpoint, "--train", shard, "--steps", 1, "--clip", 0)
+    trainer(folder / "step", config, "--init-from", checkpoint, "--train", shard, "--steps", 1, "--clip", 0,
+            "--batch", BATCH, "--total-batch", BATCH * config.T)
     with safe_open(str(folder / "step/ckpt_00000001.safetensors"), "pt") as file:
         names = {n.removeprefix("adam_m.") for n in file.keys() if n.startswith("adam_m.")}
         assert names == set(grads), f"tensors in the checkpoint: {names ^ set(grads)} in one only"
@@ -181,7 +141,7 @@ with case("the command line prints the loss of the first windows"):
         params["wte"][:] = 0  # every logit is 0: the loss is log V, whatever the rest
         write_checkpoint(checkpoint, config, params)
         write_shard(shard, np.arange(100))
-        program = str(ROOT / "dev/reference/rdattnres.py")
+        program = str(ROOT / "dev/hf/rdattnres.py")
         command = [sys.executable, program, str(checkpoint), str(shard), "--double"]
         output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     print("    " + output.strip().split("\n")[-1])

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "dev/reference"))
+sys.path.insert(0, str(ROOT / "dev/hf"))
 
 SIZES = {  # L, C, NH, F, S, T, V, batch, rounds: those of bench.cpp
     "small": (4, 128, 4, 640, 2, 256, 257, 8, 15),

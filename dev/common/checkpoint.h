@@ -23,6 +23,24 @@ using Metadata = std::map<std::string, std::string>;
 
 constexpr size_t CHECKPOINT_CHUNK = 1 << 18;  // floats moved at a time
 
+// ---- types of other programs ---------------------------------------------------------------------------
+// Weights from elsewhere may be stored in 16 bits: BF16 is the upper half of a float32, F16 is IEEE half.
+inline float from_16_bits(uint16_t bits, bool bf16) {
+  if (bf16) {
+    const uint32_t word = uint32_t(bits) << 16;
+    float x;
+    memcpy(&x, &word, 4);
+    return x;
+  }
+  const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+  float x = std::ldexp(float(exponent ? 1024 + fraction : fraction), std::max(exponent, 1) - 25);
+  if (exponent == 31) x = fraction ? NAN : INFINITY;
+  return bits & 0x8000 ? -x : x;
+}
+inline size_t bytes_of(const std::string& dtype) {  // of one element; 0: a type we do not read
+  return dtype == "F32" ? 4 : dtype == "F16" || dtype == "BF16" ? 2 : 0;
+}
+
 // ---- checksum ------------------------------------------------------------------------------------------
 // FNV-1a with 32-bit words in place of bytes: each step is invertible, so no single changed word can go
 // unnoticed. Summed over the tensors (name, shape, data) and the metadata (name, text), the checksum survives a
@@ -74,10 +92,14 @@ struct Checkpoint {
 
   // Opens and checks all of the file. Returns the error, empty when all is well.
   std::string try_open(const std::string& path) {
+    const std::string index = path + ".index.json";
+    if (access(path.c_str(), F_OK) != 0 && access(index.c_str(), F_OK) == 0)
+      return index + ": a model in several files, expected one: save it with a larger max_shard_size";
     std::string error = file.open(path);
     if (error.empty()) error = read_header();
     if (error.empty()) error = check_layout();
     if (error.empty()) error = check_data();
+    if (error.empty() && !metadata.count("arch")) error = read_config_json(path);
     const bool names_file = error.compare(0, path.size(), path) == 0;
     return error.empty() || names_file ? error : path + ": " + error;
   }
@@ -96,7 +118,7 @@ struct Checkpoint {
     const Entry& entry = found->second;
     const std::string here = file.path + ": tensor " + name + " is ";
     if (entry.shape != shape) return here + shape_text(entry.shape) + ", expected " + shape_text(shape);
-    if (entry.dtype != "F32") return here + entry.dtype + ", expected F32";
+    if (bytes_of(entry.dtype) == 0) return here + entry.dtype + ", expected F32, F16 or BF16";
     return "";
   }
 
@@ -119,12 +141,15 @@ struct Checkpoint {
 
   std::string read_chunks(const Entry& entry, const Put& put) const {
     std::vector<float> chunk(CHECKPOINT_CHUNK);
-    const size_t total = (entry.end - entry.begin) / sizeof(float);
+    const bool halves = bytes_of(entry.dtype) == 2;
+    std::vector<uint16_t> packed(halves ? CHECKPOINT_CHUNK : 0);
+    const size_t bytes = halves ? 2 : 4, total = (entry.end - entry.begin) / bytes;
     for (size_t offset = 0; offset < total; offset += CHECKPOINT_CHUNK) {
-      const size_t n = std::min(CHECKPOINT_CHUNK, total - offset);
-      const size_t at = data + entry.begin + offset * sizeof(float);
-      const std::string error = file.read(at, n * sizeof(float), chunk.data());
+      const size_t n = std::min(CHECKPOINT_CHUNK, total - offset), at = data + entry.begin + offset * bytes;
+      void* target = halves ? static_cast<void*>(packed.data()) : chunk.data();
+      const std::string error = file.read(at, n * bytes, target);
       if (!error.empty()) return error;
+      for (size_t i = 0; halves && i < n; i++) chunk[i] = from_16_bits(packed[i], entry.dtype == "BF16");
       put(offset, n, chunk.data());
     }
     return "";
@@ -164,6 +189,29 @@ struct Checkpoint {
     return "";
   }
 
+  // Hugging Face keeps the sizes in config.json beside the weights; dev/hf/export.py names them as our flags
+  // are.
+  std::string read_config_json(const std::string& path) {
+    const std::string beside = path.substr(0, path.rfind('/') + 1) + "config.json";
+    if (access(beside.c_str(), F_OK) != 0) return "";  // then the flags must say them
+    InFile config_file;
+    std::string error = config_file.open(beside);
+    std::string text(std::min(config_file.size, MAX_HEADER), '\0');
+    if (error.empty()) error = config_file.read(0, text.size(), &text[0]);
+    if (!error.empty()) return error;
+    Json config;
+    error = JsonParser::parse(text, &config);
+    if (!error.empty()) return beside + ": " + error;
+    for (const Flag& flag : flag_table()) {
+      std::string name = flag.name;
+      std::replace(name.begin(), name.end(), '-', '_');
+      const Json* value = flag.traits & MODEL ? config.find(name.c_str()) : nullptr;
+      if (value && (value->type == Json::number || value->type == Json::string))
+        metadata[flag.name] = value->text;
+    }
+    return "";
+  }
+
   std::string read_entry(const std::string& name, const Json& object) {
     const Json *dtype = object.find("dtype"), *shape = object.find("shape");
     const Json* offsets = object.find("data_offsets");
@@ -182,11 +230,11 @@ struct Checkpoint {
     return "";
   }
 
-  // What is wrong with a tensor's place, empty if nothing. Of types other than F32 we know only where they lie.
+  // What is wrong with a tensor's place, empty if nothing. Of types not read we know only where they lie.
   static std::string check_entry(const Entry& entry) {
     if (entry.end < entry.begin) return "ends before it starts";
-    if (entry.dtype != "F32") return "";
-    size_t bytes = sizeof(float);
+    size_t bytes = bytes_of(entry.dtype);
+    if (bytes == 0) return "";
     for (size_t d : entry.shape) {
       if (d != 0 && bytes > SIZE_MAX / d) return "has a shape that does not fit in 64 bits";
       bytes *= d;

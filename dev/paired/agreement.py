@@ -14,7 +14,7 @@ import importlib.util
 import os
 import sys
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "reference"))
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "hf"))
 import rdattnres  # noqa: E402
 import torch  # noqa: E402
 

@@ -18,7 +18,7 @@ import random
 import statistics
 import sys
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "reference"))
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "hf"))
 import torch  # noqa: E402
 from rdattnres import RDAttnRes, load_windows, read  # noqa: E402
 

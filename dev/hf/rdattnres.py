@@ -3,8 +3,9 @@
 
 It reads the trainers' checkpoints, computes the same loss, and lets autograd find the gradients that the
 trainers derive by hand, so it is also their independent check (tests/test_reference.py). It is no trainer.
+modeling_rdattnres.py wraps it for Hugging Face.
 
-    python dev/reference/rdattnres.py CKPT SHARD [--windows N] [--double]     # loss on the first windows
+    python dev/hf/rdattnres.py CKPT SHARD [--windows N] [--double]     # loss on the first windows
 """
 import argparse
 from dataclasses import astuple, dataclass
@@ -53,23 +54,30 @@ class Config:
         return shapes
 
 
+def wide(x):
+    """Norms and routes are computed in float32 at least, whatever the storage type."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def rmsnorm(x):
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
+    x32 = wide(x)
+    return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + EPS)).to(x.dtype)
 
 
 def read(sources, query, gain):
     """One route. sources: K tensors (B,T,C); query, gain: (C). Returns the mix (B,T,C)."""
-    s = torch.stack(sources)                  # (K,B,T,C)
-    z = (gain * rmsnorm(s)) @ query           # (K,B,T): keys are normalised ...
+    s = wide(torch.stack(sources))                    # (K,B,T,C)
+    z = (wide(gain) * rmsnorm(s)) @ wide(query)       # (K,B,T): keys are normalised ...
     p = torch.softmax(z, dim=0)
-    return (p.unsqueeze(-1) * s).sum(0)       # ... values are the raw sources
+    return (p.unsqueeze(-1) * s).sum(0).to(gain.dtype)  # ... values are the raw sources
 
 
-def rope(x):
-    """Rotary position encoding of x (B,NH,T,HS): channels i and i + HS/2 turn by t * 10000^(-2i/HS)."""
+def rope(x, start=0):
+    """Rotary position encoding of x (B,NH,T,HS): at position t = start, start + 1, ... channels i and i + HS/2
+    turn by t * 10000^(-2i/HS)."""
     T, HS = x.shape[-2:]
     frequency = 10000.0 ** (-torch.arange(0, HS, 2, dtype=torch.float64) / HS)
-    angle = torch.outer(torch.arange(T, dtype=torch.float64), frequency)  # (T,HS/2)
+    angle = torch.outer(torch.arange(start, start + T, dtype=torch.float64), frequency)  # (T,HS/2)
     cos, sin = (f(angle).to(x) for f in (torch.cos, torch.sin))
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
@@ -112,14 +120,18 @@ class RDAttnRes(nn.Module):
             return (h_qk + h_v) / 2, (h_qk + h_v) / 2
         return h_qk, h_v
 
-    def attention(self, l, sources):
+    def attention(self, l, sources, cache, mask):
         h_qk, h_v = self.attention_mixes(l, sources)
         x_qk, x_v = self.attn_norm[l] * rmsnorm(h_qk), self.attn_norm[l] * rmsnorm(h_v)
         B, T, C = x_qk.shape
         q, k = (x_qk @ self.wqk[l].T).chunk(2, dim=-1)
         v = x_v @ self.wv[l].T
         q, k, v = (x.view(B, T, self.config.NH, -1).transpose(1, 2) for x in (q, k, v))  # (B,NH,T,HS)
-        att = F.scaled_dot_product_attention(rope(q), rope(k), v, is_causal=True)  # softmax(q.k / sqrt(HS)) v
+        start = 0 if cache is None else cache.get_seq_length(l)
+        q, k = rope(q, start), rope(k, start)
+        if cache is not None:
+            k, v = cache.update(k, v, l)  # those of all tokens so far
+        att = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)  # softmax(q.k / sqrt(HS)) v
         return att.transpose(1, 2).reshape(B, T, C) @ self.wo[l].T
 
     def mlp(self, l, sources):
@@ -133,15 +145,20 @@ class RDAttnRes(nn.Module):
             return sum(sources)
         return read(sources, getattr(self, site)[layer], getattr(self, site + "_gain")[layer])
 
-    def forward(self, tokens):
-        """tokens (B,T) -> logits (B,T,V)"""
+    def forward(self, tokens, cache=None, mask=None):
+        """tokens (B,T) -> logits (B,T,V).
+
+        cache keeps each layer's keys and values of earlier tokens, and nothing else: the routes of a token read
+        that token's own sources, so the sources of earlier tokens are never needed again.
+        mask (B,1,T,all tokens) says which keys a token may see; none: those up to itself (no cache then).
+        """
         c = self.config
         bank, partial = [self.wte[tokens]], None  # the embedding is a source of its own
         for i in range(2 * c.L):
             if i % c.S == 0 and i > 0:
                 bank, partial = bank + [partial], None  # the partial is now a finished block
             sources = bank if partial is None else bank + [partial]
-            o = self.mlp(i // 2, sources) if i % 2 else self.attention(i // 2, sources)
+            o = self.mlp(i // 2, sources) if i % 2 else self.attention(i // 2, sources, cache, mask)
             partial = o if partial is None else partial + o
         h_out = self.read_one(bank + [partial], "out_route")
         return (self.final_norm * rmsnorm(h_out)) @ self.wte[:c.V].T  # padding rows take no part
