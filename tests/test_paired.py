@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""test_paired.py - tests of dev/paired: statistics, study files, runner, report, pictures, watch.
+"""test_paired.py - tests of dev/paired: statistics, study files, runner, report, pictures.
 
 Most of it runs a stand-in trainer (paired_stub.py) whose losses are a formula, so every answer is known; the
 last test runs the smoke study with the real CPU trainer if it has been built. Standard library only; pictures
@@ -30,7 +30,6 @@ sys.path.insert(0, PAIRED)
 import analyse  # noqa: E402
 import run as runner_module  # noqa: E402
 import study as study_module  # noqa: E402
-import watch  # noqa: E402
 from study import Study, StudyError  # noqa: E402
 
 TESTS = []
@@ -1203,7 +1202,7 @@ def _(place):
         check("**`tied` differs from `block`" in f.read(), "different: said so")
 
 
-# ---- pictures, watch -----------------------------------------------------------------------------------------
+# ---- pictures ------------------------------------------------------------------------------------------------
 @test("pictures: PNG and SVG of everything, the same files from the same summaries")
 @in_place(
     groups=[
@@ -1288,61 +1287,6 @@ def _(place):
             env=env,
         )
         equal((done.returncode, done.stdout), (want, "no pictures: matplotlib is not installed\n"), "message")
-
-
-@test("watch draws loss, difference to block and a line a run, within the width asked for")
-@in_place(arms=("block", "rd", "residual"), seeds=(1,))
-def _(place):
-    place.run(STUB_FAIL="residual-s1@8")
-    with open(os.path.join(place.root, "a-residual-s1", "log.jsonl"), "a") as f:
-        f.write('{"event":"step","step":8,"tokens":256,"loss":null,"norm":null,"lr":0.1,"ms":1,"tok_s":1}\n')
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-B",
-            os.path.join(PAIRED, "watch.py"),
-            "--once",
-            "--width",
-            "70",
-            "--height",
-            "40",
-            place.root,
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    equal(done.returncode, 0, done.stdout)
-    lines = done.stdout.splitlines()
-    check(max(map(len, lines)) <= 70 and len(lines) <= 40, "size %d x %d" % (max(map(len, lines)), len(lines)))
-    check(all(ord(c) < 128 for c in done.stdout), "plain text")
-    for want in (
-        "validation loss",
-        "minus block",
-        "a  a-block-s1",
-        "step 20/20",
-        "DIVERGED at step 8",
-        "640 tokens",
-    ):
-        check(want in done.stdout, "lacks %s:\n%s" % (want, done.stdout))
-    top = [line for line in lines if "|" in line]
-    check("a" in top[len(top) // 2 - 4] or "*" in done.stdout, "curve")
-
-
-@test("watch's chart puts points where they belong")
-def _():
-    lines = watch.chart([("q", [(10 * i, 1 - 0.1 * i) for i in range(1, 11)])], 31, 10, "title")
-    equal(lines[0], "title", "title")
-    rows = [line[11:].rstrip() for line in lines[1:11]]
-    equal([row[-1:] for row in rows], ["q"] * 10, "one stroke a row")
-    equal([len(row) for row in rows], sorted(len(row) for row in rows), "a falling line from left to right")
-    equal(len(rows[-1]), 20, "the last point is at the right edge")
-    check(
-        lines[1].startswith("   0.9000 |") and lines[10].startswith("   0.0000 |"),
-        "labels %s, %s" % (lines[1], lines[10]),
-    )
-    lines = watch.chart([("q", [(0, 1.0), (100, 1.0)]), ("r", [(100, 1.0)])], 31, 5, "title")
-    check(any(line.endswith("q*") for line in lines), "where two meet, a star")
 
 
 @test("every flag of the study files is one of the trainer's")

@@ -1,6 +1,6 @@
 """study.py - what a study is: its file, its runs, what their logs say, and when two runs may be compared.
 
-Shared by run.py, analyse.py, plot.py and watch.py. Python 3.8 or later, standard library only.
+Shared by run.py, analyse.py and plot.py. Python 3.8 or later, standard library only.
 
 A study file is JSON:
 
