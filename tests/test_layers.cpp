@@ -723,8 +723,10 @@ void test_exponential() {
     // The distance from want's float to the next: below the smallest normal number it stays the same.
     const double unit = std::ldexp(1.0, std::max(std::ilogb(want), -126) - 23);
     const double error = std::fabs(double(cpu_float::exponential(x)) - want) / unit;
-    if (!(error <= worst)) worst = std::isfinite(error) ? error : INFINITY, at = double(x);
     count++;
+    if (error <= worst) return;
+    worst = std::isfinite(error) ? error : INFINITY;
+    at = double(x);
   };
   for (float x = -104; x < 88.7f; x += 0.00113f) check_at(x);
   for (int e = -149; e < 7; e++)
@@ -749,7 +751,10 @@ void test_rope_is_relative() {
   const std::vector<double> q = random.normals(C), k = random.normals(C);
   std::vector<double> qkv(T * 3 * C);
   for (size_t t = 0; t < T; t++)
-    for (size_t c = 0; c < C; c++) qkv[t * 3 * C + c] = q[c], qkv[t * 3 * C + C + c] = k[c];
+    for (size_t c = 0; c < C; c++) {
+      qkv[t * 3 * C + c] = q[c];
+      qkv[t * 3 * C + C + c] = k[c];
+    }
   const std::vector<double> before = qkv;
   cpu_double::rope_forward(qkv.data(), 1, T, C, NH);
   auto score = [&](size_t t, size_t u) { return cpu_double::dot(&qkv[t * 3 * C], &qkv[u * 3 * C + C], C); };

@@ -619,32 +619,6 @@ void test_first_site() {
 
 // ---- batches and time --------------------------------------------------------------------------------
 
-void test_accumulation() {
-  TEST("B=8 equals 4 x 2 accumulated, to rounding");
-  for (Arch arch : {Arch::rd, Arch::average}) {
-    const Config c = full_config(arch, 4);
-    const Params<double> params = random_params(c, 23);
-    const Batch batch(c, 8, 24);
-    auto gradients = [&](auto real, size_t B) {
-      TestModel<decltype(real)> m(c, B, params);
-      double loss = 0;
-      for (size_t row = 0; row < 8; row += B)
-        loss += model_loss_and_gradients(m, &batch.tokens[row * c.T], &batch.targets[row * c.T], B, c.T, 8 / B);
-      std::vector<double> all(m.grads.wte, m.grads.wte + m.num_elements);
-      all.push_back(loss / double(8 / B));
-      return all;
-    };
-    const std::vector<double> exact = gradients(double(), 8), split = gradients(double(), 2);
-    const double in_double = error_of(split, exact).largest;
-    const std::vector<double> f8 = gradients(float(), 8), f2 = gradients(float(), 2);
-    const double whole_error = error_of(f8, exact).rms, split_error = error_of(f2, exact).rms;
-    printf("  %-8s double differs by %.1e; float error: whole %.1e, split %.1e\n", name_of(arch), in_double,
-           whole_error, split_error);
-    CHECK_CLOSE(in_double, 0, 1e-11);
-    CHECK_CLOSE(split_error, 0, ERROR_RATIO * whole_error);
-  }
-}
-
 void test_batch_shape() {
   TEST("losses of 8 rows are the same bits in batches of 8, 4, 3, 2 and 1");
   for (size_t C : {48, 42}) {
@@ -991,41 +965,44 @@ void test_extremes() {
 }
 
 // One whole step: which examples, the mean of the losses, the norm, clipping, and the update, put together by
-// hand.
+// hand; the batch at once or in micro-batches.
 void test_train_step() {
   TEST("a training step: its examples, loss, norm, clipping and update");
-  const Config c = small_config(Arch::rd, 3, 4);
-  const Params<double> params = random_params(c, 43);
-  std::vector<uint16_t> tokens(c.T * 11 + 3);
-  for (size_t i = 0; i < tokens.size(); i++) tokens[i] = uint16_t(Random(i + 500).next() % c.V);
-  const TokenData data = TokenData::from_tokens(tokens, "test", c.V);
-  Options o;
-  o.seed = 5;
-  o.weight_decay = 0.3;
-  o.query_lr_mult = 2;
-  o.total_batch = 8 * c.T;
-  const size_t position = 9, step = 3;  // of 11 windows: the step crosses an epoch
-  const double lr = 0.01;
-  Batch batch(c, 8, 1);
-  for (size_t row = 0; row < 8; row++)
-    training_example(data, c.T, o.seed, position + row, &batch.tokens[row * c.T], &batch.targets[row * c.T]);
-  for (double clip : {0.0, 0.25, 1e9}) {
-    o.clip = clip;
-    TestModel<double> by_hand(c, 8, params);
-    const double loss = by_hand.loss_and_gradients(batch);
-    const double norm = grad_norm(by_hand);
-    CHECK(norm > 0.25);
-    model_update(by_hand, step, clip == 0.25 ? clip / norm : 1, lr, 0.3, 2);
-    for (size_t B : {8, 4, 2, 1}) {
-      TestModel<double> m(c, B, params);
-      m.grads.wte[0] = 1e3;  // left over: the step starts from zero
-      const auto result = train_step(m, data, o, position, step, lr);
-      CHECK_CLOSE(result.loss, loss, 1e-13 * loss);
-      CHECK_CLOSE(result.norm, norm, 1e-11 * norm);
-      CHECK_CLOSE(error_of(m.params.wte, by_hand.params.wte, m.num_elements).largest, 0, 1e-10);
-      CHECK_CLOSE(error_of(m.adam_m.wte, by_hand.adam_m.wte, m.num_elements).largest, 0, 1e-10);
-      if (clip == 0.25)  // Adam's update hardly sees a factor, its moments do
-        CHECK_CLOSE(rms(m.adam_m.wte, m.num_elements) * std::sqrt(double(m.num_elements)), 0.1 * 0.25, 1e-12);
+  for (Arch arch : {Arch::rd, Arch::average}) {
+    const Config c = small_config(arch, 3, 4);
+    const Params<double> params = random_params(c, 43);
+    std::vector<uint16_t> tokens(c.T * 11 + 3);
+    for (size_t i = 0; i < tokens.size(); i++) tokens[i] = uint16_t(Random(i + 500).next() % c.V);
+    const TokenData data = TokenData::from_tokens(tokens, "test", c.V);
+    Options o;
+    o.seed = 5;
+    o.weight_decay = 0.3;
+    o.query_lr_mult = 2;
+    o.total_batch = 8 * c.T;
+    const size_t position = 9, step = 3;  // of 11 windows: the step crosses an epoch
+    const double lr = 0.01;
+    Batch batch(c, 8, 1);
+    for (size_t row = 0; row < 8; row++)
+      training_example(data, c.T, o.seed, position + row, &batch.tokens[row * c.T], &batch.targets[row * c.T]);
+
+    for (double clip : {0.0, 0.25, 1e9}) {
+      o.clip = clip;
+      TestModel<double> by_hand(c, 8, params);
+      const double loss = by_hand.loss_and_gradients(batch);
+      const double norm = grad_norm(by_hand);
+      CHECK(norm > 0.25);
+      model_update(by_hand, step, clip == 0.25 ? clip / norm : 1, lr, 0.3, 2);
+      for (size_t B : {8, 4, 2, 1}) {
+        TestModel<double> m(c, B, params);
+        m.grads.wte[0] = 1e3;  // left over: the step starts from zero
+        const auto result = train_step(m, data, o, position, step, lr);
+        CHECK_CLOSE(result.loss, loss, 1e-13 * loss);
+        CHECK_CLOSE(result.norm, norm, 1e-11 * norm);
+        CHECK_CLOSE(error_of(m.params.wte, by_hand.params.wte, m.num_elements).largest, 0, 1e-10);
+        CHECK_CLOSE(error_of(m.adam_m.wte, by_hand.adam_m.wte, m.num_elements).largest, 0, 1e-10);
+        if (clip == 0.25)  // Adam's update hardly sees a factor, its moments do
+          CHECK_CLOSE(rms(m.adam_m.wte, m.num_elements) * std::sqrt(double(m.num_elements)), 0.1 * 0.25, 1e-12);
+      }
     }
   }
 }
@@ -1319,7 +1296,6 @@ int main() {
   test_roles();
   test_arms();
   test_first_site();
-  test_accumulation();
   test_batch_shape();
   test_time_causality();
   test_context();

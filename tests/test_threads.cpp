@@ -28,7 +28,10 @@ static void race_in_dynamic_loop() {
   {
 #pragma omp barrier
 #pragma omp for schedule(dynamic)
-    for (size_t i = 0; i < first.size(); i++) shared_sum += int(i), usleep(10);  // or one thread does it all
+    for (size_t i = 0; i < first.size(); i++) {
+      shared_sum += int(i);
+      usleep(10);  // or one thread does it all
+    }
   }
 }
 static void missing_barrier() {
@@ -76,7 +79,8 @@ static void test_detection() {
 // Odd sizes, so that every tail runs; more than one chunk of tokens, of heads, and of the classifier's rows.
 static void train(cpu::Model& m, const Config& config, const TokenData& data, double* loss) {
   Options o;
-  o.total_batch = 2 * 5 * config.T, o.clip = 1;
+  o.total_batch = 2 * 5 * config.T;
+  o.clip = 1;
   cpu::model_create(m, config, 5, config.T, 1);
   for (size_t step = 1; step <= 2; step++)
     *loss = cpu::train_step(m, data, o, (step - 1) * 10, step, 0.01).loss;
@@ -90,7 +94,12 @@ static void test_training() {
     TEST(std::string("two steps, validation, a sample and answers, with 4 threads as with 1: ") +
          ARCH_NAMES[arch]);
     Config config;
-    config.arch = Arch(arch), config.L = 3, config.C = 48, config.NH = 3, config.F = 40, config.S = 4,
+    config.arch = Arch(arch);
+    config.L = 3;
+    config.C = 48;
+    config.NH = 3;
+    config.F = 40;
+    config.S = 4;
     config.T = 67;
     cpu::Model one, four;
     double losses[2];
@@ -105,7 +114,8 @@ static void test_training() {
     CHECK_EQ(sample.size(), 4u);
     CHECK_EQ(cpu::generate(four, {256}, 3, 1, 0, 1, 1, sample[1]).size(), 2u);  // ends behind an end-of-text
     if (Arch(arch) == Arch::rd) CHECK(cpu::mark_answers(four, 3).total().asked > 0);
-    cpu::model_free(one), cpu::model_free(four);
+    cpu::model_free(one);
+    cpu::model_free(four);
   }
 }
 
