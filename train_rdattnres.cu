@@ -40,13 +40,9 @@
 #include "data/stories.h"           // tell_story, StoryMarks: the built-in corpus and its questions
 #include "dev/common/flags.h"       // Options, parse_flags, config_from: the command line
 #include "dev/common/flops.h"       // training_flops, find_card
-#include "dev/common/log.h"         // Log, Event: log.jsonl
 #include "dev/common/random.h"      // normal, uniform: counter-based random numbers; sample_token
-#include "dev/common/report.h"      // RouteStats, and what people and the log are told
-#include "dev/common/run.h"         // the run's folder and its checkpoints
 #include "dev/common/shards.h"      // TokenData, training_example: which tokens come when; open_data
-#include "dev/common/tokenizer.h"   // Tokenizer: bytes, or a GPT-2 vocabulary file
-#include "dev/common/train.h"       // learning_rate, and how a run is stopped
+#include "dev/common/train.h"  // Run, validate, generate, save, ...: what both trainers do around the model
 
 namespace gpu {
 
@@ -2498,6 +2494,7 @@ void model_save(Model<floatX>& m, const std::string& path, const std::map<std::s
     background_thread = std::this_thread::get_id();  // model_save_finish passes its error on
     checkpoint_write(path, metadata, tensors);
   });
+  model_save_finish(m);
 }
 
 // Parameters, and the moments too if `with_moments` (resuming; without: starting from given weights). Ends the
@@ -2517,61 +2514,15 @@ void model_load(Model<floatX>& m, const Checkpoint& checkpoint, bool with_moment
   model_refresh(m);
 }
 
-// ---- validation ----------------------------------------------------------------------------------------
+// ---- what dev/common/train.h asks of a model, beside add_route_stats -----------------------------------
 
-struct Validation {
-  double loss;  // nats a token
-  size_t tokens;
-  RouteStats routes;
-};
-
-// Mean loss over the first max_tokens >= T of a split (whole windows), in order. Touches activations
-// only. The sum runs in token order in double, so the batch size does not show in the result.
+// The loss of every token, (B,T), in nats.
 template <class floatX>
-Validation validate(Model<floatX>& m, const TokenData& data, size_t max_tokens) {
-  const size_t T = m.T, windows = std::min(max_tokens / T, data.num_windows(T));
-  std::vector<int> tokens(m.B * T), targets(m.B * T);
+std::vector<float> token_losses(Model<floatX>& m, const int* tokens, const int* targets, size_t B, size_t T) {
   std::vector<float> losses;
-  Validation result = {};
-  double sum = 0;
-  for (size_t w0 = 0; w0 < windows; w0 += m.B) {
-    const size_t rows = std::min(m.B, windows - w0);
-    for (size_t b = 0; b < rows; b++) data.window(w0 + b, T, &tokens[b * T], &targets[b * T]);
-    model_loss(m, tokens.data(), targets.data(), rows, T, nullptr, &losses);
-    for (float loss : losses) sum += double(loss);
-    add_route_stats(result.routes, m, rows * T);
-  }
-  result.tokens = windows * T;
-  result.loss = sum / double(result.tokens);
-  result.routes.divide(double(result.tokens));
-  return result;
+  model_loss(m, tokens, targets, B, T, nullptr, &losses);
+  return losses;
 }
-
-// Marks the questions of held-out stories, one story a row: an answer is right if the most likely next token is
-// right at each of its bytes.
-template <class floatX>
-StoryMarks mark_answers(Model<floatX>& m, size_t num_stories) {
-  const size_t T = m.T;
-  StoryMarks marks;
-  std::vector<int> tokens(m.B * T), targets(m.B * T), guesses(m.B * T);
-  for (size_t n0 = 0; n0 < num_stories; n0 += m.B) {
-    std::vector<Story> stories;
-    for (size_t n = n0; n < std::min(n0 + m.B, num_stories); n++)
-      stories.push_back(tell_story(StorySplit::test, n, T));
-    for (size_t b = 0; b < stories.size(); b++) stories[b].window(T, &tokens[b * T], &targets[b * T]);
-    model_loss(m, tokens.data(), targets.data(), stories.size(), T, guesses.data());
-    for (size_t b = 0; b < stories.size(); b++)
-      for (const StoryQuestion& question : stories[b].questions) {
-        bool right = true;  // token t is the target of row t - 1
-        for (size_t t = question.begin; t < question.end; t++)
-          right &= guesses[b * T + t - 1] == targets[b * T + t - 1];
-        marks.add(question, right);
-      }
-  }
-  return marks;
-}
-
-// ---- sampling ------------------------------------------------------------------------------------------
 
 // Logits of the token that follows `context` (the last T tokens of it): V numbers.
 template <class floatX>
@@ -2586,21 +2537,6 @@ void next_token_logits(Model<floatX>& m, const std::vector<int>& context, std::v
          out);
   logits.resize(c.V);
   download(logits.data(), m.acts.rows, c.V);
-}
-
-// Continues `context` by n tokens, or up to an end-of-text. Random numbers are a function of (seed, position):
-// no state, none disturbed.
-template <class floatX>
-std::vector<int> generate(Model<floatX>& m, std::vector<int> context, size_t n, double temperature,
-                          size_t top_k, double top_p, uint64_t seed, int eot) {
-  std::vector<float> logits;
-  for (size_t i = 0; i < n; i++) {
-    next_token_logits(m, context, logits);
-    const double u = uniform(seed, STREAM_SAMPLE, context.size());
-    context.push_back(sample_token(logits.data(), m.config.V, temperature, top_k, top_p, u));
-    if (context.back() == eot) break;
-  }
-  return context;
 }
 
 // ---- one training step ---------------------------------------------------------------------------------
@@ -2663,20 +2599,6 @@ using namespace gpu;
 
 // ---- main ----------------------------------------------------------------------------------------------
 
-static double seconds_now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
-// What a run works with, from the flags to the log: built once in main, used by the functions below.
-template <class floatX>
-struct Run : Progress {
-  Options options;
-  Config config;
-  Tokenizer tokenizer;
-  Data data;
-  Model<floatX> model;
-};
-
 // By family and by group of buffers, for a batch of B.
 template <class floatX>
 static std::vector<MemoryLine> memory_lines(const Config& c, size_t B, bool recompute) {
@@ -2718,7 +2640,7 @@ static double peak_flops() {  // of this card, a second; 0: not known, as for fp
 }
 
 template <class floatX>
-static void print_start(const Run<floatX>& run) {
+static void print_start(const Run<Model<floatX>>& run) {
   const Options& o = run.options;
   if (!o.quiet) printf("%s\n", settings_table(o).c_str());
   printf("%s%s", model_table(run.config).c_str(),
@@ -2743,75 +2665,13 @@ static void print_start(const Run<floatX>& run) {
          arithmetic_table(run.config, o, peak, rate).c_str());
 }
 
+// From the settled flags to the end of the run.
 template <class floatX>
-static void report_answers(Run<floatX>& run, Log& log, size_t num_stories) {
-  const StoryMarks marks = mark_answers(run.model, num_stories);
-  const bool finished = run.step >= run.options.steps;
-  printf("%s", (finished ? answers_table(marks, num_stories) : answers_line(run.step, marks)).c_str());
-  log.write(answers_event(run, "answers", marks.total()));
-  log.write(answers_event(run, "answers looking back", marks.total(StoryKind::where_person)));
-}
-
-template <class floatX>
-static void validate_split(Run<floatX>& run, Log& log, const char* split, const TokenData& data) {
-  const size_t all = data.num_tokens(), wanted = run.options.val_tokens;
-  const Validation v = validate(run.model, data, wanted > 0 ? wanted : all);
-  printf("%s", validation_line(split, run.step, v.loss, v.tokens).c_str());
-  log.write(validation_event(run, split, v.loss, v.tokens));
-  if (run.data.stories) report_answers(run, log, v.tokens / run.config.T);  // as many as windows were read
-  if (!run.config.has_routes()) return;
-  if (!run.options.quiet) printf("%s", route_picture(run.config, v.routes).c_str());
-  log.write(routes_event(run, split, v.routes));
-}
-
-template <class floatX>
-static void sample(Run<floatX>& run, Log& log) {
+static int run_training(Start&& asked) {
+  Run<Model<floatX>> run(std::move(asked), story_data);
   const Options& o = run.options;
-  if (!has_text(o, run.tokenizer.size)) {
-    printf("sample step %zu: none; a vocabulary of %zu tokens needs --tokenizer to become text\n", run.step,
-           o.vocab);
-    return;
-  }
-  std::vector<int> context = {run.tokenizer.eot};  // a document starts with an end of text
-  for (int token : run.tokenizer.encode(o.prompt)) context.push_back(token);
-  context = generate(run.model, context, o.sample_tokens, o.temperature, o.top_k, o.top_p, o.seed + run.step,
-                     run.tokenizer.eot);
-  std::string text;
-  for (size_t i = 1; i < context.size(); i++) text += run.tokenizer.decode(context[i]);
-  printf("sample step %zu:\n%s\n---\n", run.step, printable(text).c_str());
-  log.write(Event("sample").add("step", run.step).add("text", text));
-}
-
-// The CPU trainer's save() in two halves. Between them the file is written, and train_step runs, but nothing
-// else: no line is printed or logged and run.step stays, so all is said and deleted in the CPU trainer's order.
-template <class floatX>
-static void finish_save(Run<floatX>& run, Log& log) {
-  if (!model_save_finish(run.model)) return;
-  before_fatal = nullptr;
-  const Options& o = run.options;
-  const std::string path = checkpoint_path(o.out, run.step);
-  delete_old_checkpoints(o.out, o.keep);
-  printf("saved  %s\n", path.c_str());
-  log.write(Event("checkpoint").add("step", run.step).add("path", path));
-}
-template <class floatX>
-static void save(Run<floatX>& run, Log& log) {
-  const Options& o = run.options;
-  model_save(run.model, checkpoint_path(o.out, run.step), run_metadata(o, run.config, run));
-  before_fatal = [&] { finish_save(run, log); };  // should train_step end the program
-}
-
-// From the settled flags to the end of the run. checkpoint: to go on from, to start from, or none.
-template <class floatX>
-static int run_training(const Options& options, Checkpoint& checkpoint, const char* program) {
-  Run<floatX> run;
-  Options& o = run.options = options;
-  const bool resuming = !o.resume.empty();
-  if (resuming) static_cast<Progress&>(run) = progress_from_metadata(checkpoint.metadata);
-  run.tokenizer = o.tokenizer.empty() ? Tokenizer::bytes() : Tokenizer::load(o.tokenizer);
-  const Config& config = run.config = config_from(o, run.tokenizer.size);
+  const Config& config = run.config;
   check_config(config);
-  run.data = uses_stories(o) ? story_data(config) : open_data(o, config);
   device_open();
   print_start(run);
   if (o.dry_run) {
@@ -2820,64 +2680,29 @@ static int run_training(const Options& options, Checkpoint& checkpoint, const ch
   }
 
   model_create(run.model, config, o.batch, config.T, o.seed, o.recompute);
-  if (resuming || !o.init_from.empty()) model_load(run.model, checkpoint, resuming);
-  make_folders(o.out);
-  lock_folder(o.out);
-  if (!resuming) {
-    const std::string earlier = move_earlier_run(o.out);
-    if (!earlier.empty()) printf("moved an earlier run to %s\n", earlier.c_str());
-  }
-  Log log = resuming ? Log(o.out, run.step) : Log(o.out);
+  if (run.has_checkpoint) model_load(run.model, run.checkpoint, run.resuming);
+  Log log = take_folder(run);
   log.write(config_event(o, config));
-  catch_stop_signals();
+  save_before_data_errors(run, log);
 
-  const size_t first_step = run.step, examples = o.total_batch / config.T;
   const double flops = training_flops(config, config.T).total() * double(o.total_batch);
   const double peak = peak_flops<floatX>();
   const double start = seconds_now();
-  double timed = 0;     // seconds of all steps but the first, in which cuBLASLt chooses its algorithms
   size_t profiled = 0;  // steps since --profile began to look
-  for (;;) {
-    const bool finished = run.step >= o.steps, stopping = stop_requested && !finished;
-    // Events of the step at which a resumed run begins are in its log already.
-    const bool fresh = run.step > first_step || !resuming;
-    const auto due = [&](size_t every) { return finished || (fresh && every > 0 && run.step % every == 0); };
-    if (due(o.val_every) && run.data.val.num_tokens() > 0) validate_split(run, log, "val", run.data.val);
-    if (finished && run.data.test.num_tokens() > 0) validate_split(run, log, "test", run.data.test);
-    if (due(o.sample_every) && o.sample_tokens > 0 && (run.step > 0 || finished)) sample(run, log);
-    if (stopping || (due(o.checkpoint_every) && (run.step > 0 || finished))) save(run, log);
-    if (finished || stopping) break;
-
+  while (!between_steps(run, log)) {
     constexpr size_t WARM_UP = 2;  // steps that --profile lets pass: algorithms are chosen, the card wakes
-    profile.on = profiled < o.profile && run.step >= first_step + WARM_UP;
+    profile.on = profiled < o.profile && run.step >= run.first_step + WARM_UP;
     const double lr = learning_rate(run.step, o.steps, o.warmup, o.lr, o.min_lr_ratio), before = seconds_now();
     const StepResult result = train_step(run.model, run.data.train, o, run.position, run.step + 1, lr);
-    const double seconds = seconds_now() - before;
-    finish_save(run, log);  // what was saved before the step
-    run.step++, run.tokens += o.total_batch, run.position += examples;
-    if (run.step > first_step + 1) timed += seconds;
-    const double each = run.step > first_step + 1 ? timed / double(run.step - first_step - 1) : -1;
-    const StepReport report = {run.step, o.steps, result.loss,   result.norm,
-                               lr,       seconds, o.total_batch, each * double(o.steps - run.step),
-                               flops,    peak};
-    if (!o.quiet) printf("%s", step_line(report).c_str());
-    log.write(step_event(run, report));
+    report_step(run, log, result.loss, result.norm, lr, seconds_now() - before, flops, peak);
     if (!profile.on) continue;
     profile.end_step();
     profile.on = false;  // what happens between steps is not looked at
     if (++profiled == o.profile) printf("%s", profile.finish(profiled).c_str());
   }
-  finish_save(run, log);  // the last checkpoint
   if (profiled > 0 && profiled < o.profile) printf("%s", profile.finish(profiled).c_str());  // a short run
   if (o.profile > 0 && profiled == 0) printf("profile: no step after the two of the warm-up\n");
-  const double seconds = seconds_now() - start;
-  if (run.step < o.steps) {
-    printf("stopped at step %zu of %zu; go on with: %s --resume %s\n", run.step, o.steps, program,
-           o.out.c_str());
-  } else {
-    log.write(Event("done").add("step", run.step).add("tokens", run.tokens).add("seconds", seconds));
-    printf("done   %zu steps in %s\n", run.step - first_step, duration_text(seconds).c_str());
-  }
+  report_end(run, log, seconds_now() - start);
   model_free(run.model);
   device_close();
   return 0;
@@ -2885,17 +2710,8 @@ static int run_training(const Options& options, Checkpoint& checkpoint, const ch
 
 int main(int argc, char** argv) {
   setvbuf(stdout, nullptr, _IOLBF, 0);
-  Options o = parse_flags(argc, argv, Device::gpu);
-  Checkpoint checkpoint;
-  if (!o.resume.empty()) {
-    checkpoint = open_newest_checkpoint(o.resume);
-    adopt_saved(o, checkpoint.metadata);
-    if (o.out.empty()) o.out = folder_of(o.resume);
-  } else if (!o.init_from.empty()) {
-    checkpoint = Checkpoint::open(o.init_from);
-    adopt_saved(o, checkpoint.metadata, true);
-  }
-  return o.dtype == "bf16" ? run_training<bf16>(o, checkpoint, argv[0])
-                           : run_training<float>(o, checkpoint, argv[0]);
+  Start start = read_command_line(argc, argv, Device::gpu);
+  return start.options.dtype == "bf16" ? run_training<bf16>(std::move(start))
+                                       : run_training<float>(std::move(start));
 }
 #endif

@@ -18,7 +18,6 @@
 //   overwritten, except where a comment says "adds".
 //   Results are the same bits for any number of threads: a sum is never split by thread, only by fixed chunks.
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -34,12 +33,8 @@
 #include "dev/common/random.h"      // normal, uniform: counter-based random numbers; sample_token
 #include "data/stories.h"           // tell_story, StoryMarks: the built-in corpus and its questions
 #include "dev/common/flags.h"       // Options, parse_flags, config_from: the command line
-#include "dev/common/log.h"         // Log, Event: log.jsonl
-#include "dev/common/report.h"      // RouteStats, and what people and the log are told
-#include "dev/common/run.h"         // the run's folder and its checkpoints
 #include "dev/common/shards.h"      // TokenData, training_example: which tokens come when; open_data
-#include "dev/common/tokenizer.h"   // Tokenizer: bytes, or a GPT-2 vocabulary file
-#include "dev/common/train.h"       // learning_rate, and how a run is stopped
+#include "dev/common/train.h"  // Run, validate, generate, save, ...: what both trainers do around the model
 
 // A test may include this file twice, as float and as double: see tests/.
 #ifndef REAL
@@ -1100,57 +1095,13 @@ void model_load(Model& m, const Checkpoint& checkpoint, bool with_moments) {
   }
 }
 
-// ---- validation ----------------------------------------------------------------------------------------
+// ---- what dev/common/train.h asks of a model, beside add_route_stats -----------------------------------
 
-struct Validation {
-  double loss;  // nats per token
-  size_t tokens;
-  RouteStats routes;
-};
-
-// Mean loss over the first max_tokens >= T of a split (whole windows), in order. Touches activations
-// only. The sum runs in token order in double, so the batch size does not show in the result.
-Validation validate(Model& m, const TokenData& data, size_t max_tokens) {
-  const size_t T = m.T, windows = std::min(max_tokens / T, data.num_windows(T));
-  std::vector<int> tokens(m.B * T), targets(m.B * T);
-  Validation result = {};
-  double sum = 0;
-  for (size_t w0 = 0; w0 < windows; w0 += m.B) {
-    const size_t rows = std::min(m.B, windows - w0);
-    for (size_t b = 0; b < rows; b++) data.window(w0 + b, T, &tokens[b * T], &targets[b * T]);
-    model_loss(m, tokens.data(), targets.data(), rows, T);
-    for (size_t bt = 0; bt < rows * T; bt++) sum += double(m.acts.losses[bt]);
-    add_route_stats(result.routes, m, rows * T);
-  }
-  result.tokens = windows * T;
-  result.loss = sum / double(result.tokens);
-  result.routes.divide(double(result.tokens));
-  return result;
+// The loss of every token, (B,T), in nats.
+std::vector<real> token_losses(Model& m, const int* tokens, const int* targets, size_t B, size_t T) {
+  model_loss(m, tokens, targets, B, T);
+  return std::vector<real>(m.acts.losses, m.acts.losses + B * T);
 }
-
-// Marks the questions of held-out stories, one story a row: an answer counts as right if the model gives all
-// its bytes together a probability above one half.
-StoryMarks mark_answers(Model& m, size_t num_stories) {
-  const size_t T = m.T;
-  StoryMarks marks;
-  std::vector<int> tokens(m.B * T), targets(m.B * T);
-  for (size_t n0 = 0; n0 < num_stories; n0 += m.B) {
-    std::vector<Story> stories;
-    for (size_t n = n0; n < std::min(n0 + m.B, num_stories); n++)
-      stories.push_back(tell_story(StorySplit::test, n, T));
-    for (size_t b = 0; b < stories.size(); b++) stories[b].window(T, &tokens[b * T], &targets[b * T]);
-    model_loss(m, tokens.data(), targets.data(), stories.size(), T);
-    for (size_t b = 0; b < stories.size(); b++)
-      for (const StoryQuestion& question : stories[b].questions) {
-        double loss = 0;  // token t is the target of row t - 1
-        for (size_t t = question.begin; t < question.end; t++) loss += double(m.acts.losses[b * T + t - 1]);
-        marks.add(question, std::exp(-loss) > 0.5);
-      }
-  }
-  return marks;
-}
-
-// ---- sampling ------------------------------------------------------------------------------------------
 
 // Logits of the token that follows `context` (the last T tokens of it): V numbers.
 void next_token_logits(Model& m, const std::vector<int>& context, std::vector<float>& logits) {
@@ -1159,20 +1110,6 @@ void next_token_logits(Model& m, const std::vector<int>& context, std::vector<fl
   model_forward(m, context.data() + context.size() - n, 1, n);
   matmul({m.acts.logits, c.Vp()}, {m.acts.x + (n - 1) * c.C, c.C}, transposed(m.params.wte, c.C), 1, c.V, c.C);
   logits.assign(m.acts.logits, m.acts.logits + c.V);
-}
-
-// Continues `context` by n tokens, or up to an end-of-text. Random numbers are a function of (seed, position):
-// no state, none disturbed.
-std::vector<int> generate(Model& m, std::vector<int> context, size_t n, double temperature, size_t top_k,
-                          double top_p, uint64_t seed, int eot) {
-  std::vector<float> logits;
-  for (size_t i = 0; i < n; i++) {
-    next_token_logits(m, context, logits);
-    const double u = uniform(seed, STREAM_SAMPLE, context.size());
-    context.push_back(sample_token(logits.data(), m.config.V, temperature, top_k, top_p, u));
-    if (context.back() == eot) break;
-  }
-  return context;
 }
 
 // ---- one training step ---------------------------------------------------------------------------------
@@ -1235,19 +1172,6 @@ static void let_waiting_threads_sleep(char** argv) {
   execvp(argv[0], argv);  // returns only if that cannot be done: then the run goes on as it is
 }
 
-static double seconds_now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
-// What a run works with, from the flags to the log: built once in main, used by the three reports below.
-struct Run : Progress {
-  Options options;
-  Config config;
-  Tokenizer tokenizer;
-  Data data;
-  Model model;
-};
-
 static std::vector<MemoryLine> memory_lines(const Config& c, size_t B) {
   const size_t elements = count_elements(c);
   size_t activations = 0;
@@ -1274,7 +1198,7 @@ static double product_rate() {
   return products * 2 * double(N * N * N) / seconds;
 }
 
-static void print_start(const Run& run) {
+static void print_start(const Run<Model>& run) {
   const Options& o = run.options;
   if (!o.quiet) printf("%s\n", settings_table(o).c_str());
   const size_t machine = size_t(sysconf(_SC_PHYS_PAGES)) * size_t(sysconf(_SC_PAGESIZE));
@@ -1295,118 +1219,27 @@ static void print_start(const Run& run) {
   printf("\n");
 }
 
-static void report_answers(Run& run, Log& log, size_t num_stories) {
-  const StoryMarks marks = mark_answers(run.model, num_stories);
-  const bool finished = run.step >= run.options.steps;
-  printf("%s", (finished ? answers_table(marks, num_stories) : answers_line(run.step, marks)).c_str());
-  log.write(answers_event(run, "answers", marks.total()));
-  log.write(answers_event(run, "answers looking back", marks.total(StoryKind::where_person)));
-}
-
-static void validate_split(Run& run, Log& log, const char* split, const TokenData& data) {
-  const size_t all = data.num_tokens(), wanted = run.options.val_tokens;
-  const Validation v = validate(run.model, data, wanted > 0 ? wanted : all);
-  printf("%s", validation_line(split, run.step, v.loss, v.tokens).c_str());
-  log.write(validation_event(run, split, v.loss, v.tokens));
-  if (run.data.stories) report_answers(run, log, v.tokens / run.config.T);  // as many as windows were read
-  if (!run.config.has_routes()) return;
-  if (!run.options.quiet) printf("%s", route_picture(run.config, v.routes).c_str());
-  log.write(routes_event(run, split, v.routes));
-}
-
-static void sample(Run& run, Log& log) {
-  const Options& o = run.options;
-  if (!has_text(o, run.tokenizer.size)) {
-    printf("sample step %zu: none; a vocabulary of %zu tokens needs --tokenizer to become text\n", run.step,
-           o.vocab);
-    return;
-  }
-  std::vector<int> context = {run.tokenizer.eot};  // a document starts with an end of text
-  for (int token : run.tokenizer.encode(o.prompt)) context.push_back(token);
-  context = generate(run.model, context, o.sample_tokens, o.temperature, o.top_k, o.top_p, o.seed + run.step,
-                     run.tokenizer.eot);
-  std::string text;
-  for (size_t i = 1; i < context.size(); i++) text += run.tokenizer.decode(context[i]);
-  printf("sample step %zu:\n%s\n---\n", run.step, printable(text).c_str());
-  log.write(Event("sample").add("step", run.step).add("text", text));
-}
-
-static void save(Run& run, Log& log) {
-  const Options& o = run.options;
-  const std::string path = checkpoint_path(o.out, run.step);
-  model_save(run.model, path, run_metadata(o, run.config, run));
-  delete_old_checkpoints(o.out, o.keep);
-  printf("saved  %s\n", path.c_str());
-  log.write(Event("checkpoint").add("step", run.step).add("path", path));
-}
-
 int main(int argc, char** argv) {
   let_waiting_threads_sleep(argv);
   setvbuf(stdout, nullptr, _IOLBF, 0);
-  Run run;
-  Options& o = run.options = parse_flags(argc, argv, Device::cpu);
-  const bool resuming = !o.resume.empty();
-  Checkpoint checkpoint;
-  if (resuming) {
-    checkpoint = open_newest_checkpoint(o.resume);
-    adopt_saved(o, checkpoint.metadata);
-    if (o.out.empty()) o.out = folder_of(o.resume);
-    static_cast<Progress&>(run) = progress_from_metadata(checkpoint.metadata);
-  } else if (!o.init_from.empty()) {
-    checkpoint = Checkpoint::open(o.init_from);
-    adopt_saved(o, checkpoint.metadata, true);
-  }
-  run.tokenizer = o.tokenizer.empty() ? Tokenizer::bytes() : Tokenizer::load(o.tokenizer);
-  const Config& config = run.config = config_from(o, run.tokenizer.size);
-  run.data = uses_stories(o) ? story_data(config) : open_data(o, config);
+  Run<Model> run(read_command_line(argc, argv, Device::cpu), story_data);
+  const Options& o = run.options;
   print_start(run);
   if (o.dry_run) return 0;
 
-  model_create(run.model, config, o.batch, config.T, o.seed);
-  if (resuming || !o.init_from.empty()) model_load(run.model, checkpoint, resuming);
-  make_folders(o.out);
-  lock_folder(o.out);
-  if (!resuming) {
-    const std::string earlier = move_earlier_run(o.out);
-    if (!earlier.empty()) printf("moved an earlier run to %s\n", earlier.c_str());
-  }
-  Log log = resuming ? Log(o.out, run.step) : Log(o.out);
-  log.write(config_event(o, config));
-  catch_stop_signals();
+  model_create(run.model, run.config, o.batch, run.config.T, o.seed);
+  if (run.has_checkpoint) model_load(run.model, run.checkpoint, run.resuming);
+  Log log = take_folder(run);
+  log.write(config_event(o, run.config));
+  save_before_data_errors(run, log);
 
-  const size_t first_step = run.step, examples = o.total_batch / config.T;
   const double start = seconds_now();
-  double timed = 0;  // seconds of all steps but the first, which pays for fresh memory
-  for (;;) {
-    const bool finished = run.step >= o.steps, stopping = stop_requested && !finished;
-    // Events of the step at which a resumed run begins are in its log already.
-    const bool fresh = run.step > first_step || !resuming;
-    const auto due = [&](size_t every) { return finished || (fresh && every > 0 && run.step % every == 0); };
-    if (due(o.val_every) && run.data.val.num_tokens() > 0) validate_split(run, log, "val", run.data.val);
-    if (finished && run.data.test.num_tokens() > 0) validate_split(run, log, "test", run.data.test);
-    if (due(o.sample_every) && o.sample_tokens > 0 && (run.step > 0 || finished)) sample(run, log);
-    if (stopping || (due(o.checkpoint_every) && (run.step > 0 || finished))) save(run, log);
-    if (finished || stopping) break;
-
+  while (!between_steps(run, log)) {
     const double lr = learning_rate(run.step, o.steps, o.warmup, o.lr, o.min_lr_ratio), before = seconds_now();
     const StepResult result = train_step(run.model, run.data.train, o, run.position, run.step + 1, lr);
-    const double seconds = seconds_now() - before;
-    run.step++, run.tokens += o.total_batch, run.position += examples;
-    if (run.step > first_step + 1) timed += seconds;
-    const double each = run.step > first_step + 1 ? timed / double(run.step - first_step - 1) : -1;
-    const StepReport report = {run.step, o.steps, result.loss,   result.norm,
-                               lr,       seconds, o.total_batch, each * double(o.steps - run.step)};
-    if (!o.quiet) printf("%s", step_line(report).c_str());
-    log.write(step_event(run, report));
+    report_step(run, log, result.loss, result.norm, lr, seconds_now() - before);
   }
-  const double seconds = seconds_now() - start;
-  if (run.step < o.steps) {
-    printf("stopped at step %zu of %zu; go on with: %s --resume %s\n", run.step, o.steps, argv[0],
-           o.out.c_str());
-  } else {
-    log.write(Event("done").add("step", run.step).add("tokens", run.tokens).add("seconds", seconds));
-    printf("done   %zu steps in %s\n", run.step - first_step, duration_text(seconds).c_str());
-  }
+  report_end(run, log, seconds_now() - start);
   model_free(run.model);
   return 0;
 }

@@ -371,3 +371,35 @@ inline Event answers_event(const Progress& at, const char* which, const StoryMar
       .add("guessed", row.guessed)
       .add("latest", row.latest);
 }
+
+// Marks the questions of held-out stories, one story a row: an answer counts if its probability, all its bytes
+// together, is above one half.
+template <class Model>
+StoryMarks mark_answers(Model& m, size_t num_stories) {
+  const size_t T = m.T;
+  StoryMarks marks;
+  std::vector<int> tokens(m.B * T), targets(m.B * T);
+  for (size_t n0 = 0; n0 < num_stories; n0 += m.B) {
+    std::vector<Story> stories;
+    for (size_t n = n0; n < std::min(n0 + m.B, num_stories); n++)
+      stories.push_back(tell_story(StorySplit::test, n, T));
+    for (size_t b = 0; b < stories.size(); b++) stories[b].window(T, &tokens[b * T], &targets[b * T]);
+    const auto losses = token_losses(m, tokens.data(), targets.data(), stories.size(), T);
+    for (size_t b = 0; b < stories.size(); b++)
+      for (const StoryQuestion& question : stories[b].questions) {
+        double surprise = 0;  // -log of the answer's probability; token t is the target of row t - 1
+        for (size_t t = question.begin; t < question.end; t++) surprise += double(losses[b * T + t - 1]);
+        marks.add(question, std::exp(-surprise) > 0.5);
+      }
+  }
+  return marks;
+}
+
+template <class Run>
+void report_answers(Run& run, Log& log, size_t num_stories) {
+  const StoryMarks marks = mark_answers(run.model, num_stories);
+  const bool finished = run.step >= run.options.steps;
+  printf("%s", (finished ? answers_table(marks, num_stories) : answers_line(run.step, marks)).c_str());
+  log.write(answers_event(run, "answers", marks.total()));
+  log.write(answers_event(run, "answers looking back", marks.total(StoryKind::where_person)));
+}

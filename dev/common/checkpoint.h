@@ -184,7 +184,7 @@ struct Checkpoint {
     if (object.type != Json::object) return "__metadata__ is no object";
     for (size_t i = 0; i < object.names.size(); i++) {
       if (object.values[i].type != Json::string) return "metadata " + object.names[i] + " is no string";
-      metadata[object.names[i]] = object.values[i].text;
+      metadata[object.names[i]] = unescape_bytes(object.values[i].text);
     }
     return "";
   }
@@ -296,7 +296,8 @@ struct CheckpointTensor {
 inline std::string checkpoint_header(const Metadata& metadata, const std::vector<CheckpointTensor>& tensors) {
   std::string header = "{\"__metadata__\":{";
   for (const auto& entry : metadata)
-    header += (header.back() == '{' ? "" : ",") + json_quote(entry.first) + ":" + json_quote(entry.second);
+    header += (header.back() == '{' ? "" : ",") + json_quote(entry.first) + ":" +
+              json_quote(escape_bytes(entry.second));
   header += "}";
   size_t offset = 0;
   for (const CheckpointTensor& t : tensors) {

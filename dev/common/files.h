@@ -161,8 +161,11 @@ inline bool is_folder(const std::string& path) {
 inline void make_folders(const std::string& path) {
   for (size_t slash = path.find('/', 1);; slash = path.find('/', slash + 1)) {
     const std::string part = path.substr(0, slash);
-    if (mkdir(part.c_str(), 0777) != 0 && !is_folder(part))
-      fatal(EXIT_ERROR, "%s", file_error(part, "create the folder").c_str());
+    if (is_folder(part)) {
+      if (slash == std::string::npos) return;
+      continue;
+    }
+    if (mkdir(part.c_str(), 0777) != 0) fatal(EXIT_ERROR, "%s", file_error(part, "create the folder").c_str());
     if (slash == std::string::npos) return;
   }
 }

@@ -39,7 +39,7 @@ struct Options {
   std::string prompt;
   double temperature = 0.8, top_p = 1;
   size_t top_k = 0;
-  bool quiet = false, dry_run = false;
+  bool quiet = false, dry_run = false, new_data = false;
   // GPU
   std::string dtype = "bf16";
   bool recompute = false;
@@ -83,7 +83,9 @@ inline const std::vector<Flag>& flag_table() {
       {"tokenizer", &O::tokenizer, "FILE", 0, 0, 0, "turns tokens into text; default: bytes"},
       {"out", &O::out, "DIR", 0, 0, NOW, "folder of the run; default runs/<preset>-<arch>-<seed>"},
       {"resume", &O::resume, "PATH", 0, 0, NOW, "go on from a run's folder or checkpoint"},
-      {"init-from", &O::init_from, "FILE", 0, 0, NOW, "start from the weights of a checkpoint"},
+      {"init-from", &O::init_from, "PATH", 0, 0, NOW, "start from the weights of a run's folder or checkpoint"},
+      {"new-data", &O::new_data, "", 0, 0, NOW,
+       "go on, with --resume, though the training shards have changed"},
       {"steps", &O::steps, "N", 0, 1e12, 0, "optimiser steps"},
       {"batch", &O::batch, "B", 1, 1048576, 0, "sequences computed at a time"},
       {"total-batch", &O::total_batch, "TOKENS", 1, 1e12, 0, "tokens a step; a multiple of batch * context"},

@@ -67,26 +67,22 @@ class Log {
   explicit Log(const std::string& folder) : path(folder + "/log.jsonl") { open(O_TRUNC); }
 
   // Goes on with the log of a run resumed at `step`: events of later steps, which will happen again, are
-  // dropped, and with them the end of the run if it had ended, and a line that a crash cut short.
-  Log(const std::string& folder, size_t step) : path(folder + "/log.jsonl") {
+  // dropped, and with them the end of the run if it had ended, and a line that a crash cut short. They move to
+  // the log of the folder `aside` if one is named.
+  Log(const std::string& folder, size_t step, const std::string& aside = "") : path(folder + "/log.jsonl") {
     struct stat info;
-    if (stat(path.c_str(), &info) == 0) drop_after(step);
+    if (stat(path.c_str(), &info) == 0) drop_after(step, aside);
     open(0);
   }
+  Log() = default;  // writes nothing
 
   Log(const Log&) = delete;
   Log& operator=(const Log&) = delete;
-  ~Log() { ::close(fd); }
-
-  void write(const Event& event) {
-    const std::string line = event.text + "}\n";
-    ssize_t n;
-    do n = ::write(fd, line.data(), line.size());
-    while (n < 0 && errno == EINTR);
-    if (n == ssize_t(line.size())) return;
-    if (n >= 0) errno = ENOSPC;  // part of the line went in: the disk filled up on the way
-    fatal(EXIT_ERROR, "%s", file_error(path, "write").c_str());
+  ~Log() {
+    if (fd >= 0) ::close(fd);
   }
+
+  void write(const Event& event) { write_line(event.text + "}"); }
 
  private:
   static constexpr size_t MAX_LINE = 1 << 24;  // a longer one is none of ours; cut, it fails to parse
@@ -95,6 +91,17 @@ class Log {
   void open(int flags) {
     fd = ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | flags, 0666);
     if (fd < 0) fatal(EXIT_ERROR, "%s", file_error(path, "open").c_str());
+  }
+
+  void write_line(const std::string& text) {
+    if (fd < 0) return;
+    const std::string line = text + "\n";
+    ssize_t n;
+    do n = ::write(fd, line.data(), line.size());
+    while (n < 0 && errno == EINTR);
+    if (n == ssize_t(line.size())) return;
+    if (n >= 0) errno = ENOSPC;  // part of the line went in: the disk filled up on the way
+    fatal(EXIT_ERROR, "%s", file_error(path, "write").c_str());
   }
 
   static bool keep(const std::string& line, size_t last_step) {
@@ -106,10 +113,12 @@ class Log {
     return !step || (step->as_count(&n) && n <= last_step);
   }
 
-  void drop_after(size_t last_step) {
+  void drop_after(size_t last_step, const std::string& aside) {
     InFile old;
     fatal_if(old.open(path));
     OutFile kept(path);
+    Log dropped;
+    if (!aside.empty()) dropped.path = aside + "/log.jsonl", dropped.open(0);
     std::string line;
     std::vector<char> chunk(1 << 16);
     for (size_t at = 0; at < old.size; at += chunk.size()) {
@@ -118,7 +127,10 @@ class Log {
       for (char c : chunk) {
         if (c != '\n' && line.size() < MAX_LINE) line += c;
         if (c != '\n') continue;
-        if (keep(line, last_step)) kept.write(line + "\n");
+        if (keep(line, last_step))
+          kept.write(line + "\n");
+        else
+          dropped.write_line(line);
         line.clear();
       }
     }

@@ -173,9 +173,9 @@ inline Event step_event(const Progress& at, const StepReport& r) {
       .add("tok_s", double(r.tokens) / r.seconds);
 }
 
-// "val    step 100 | loss 1.2345 nats a token | perplexity 3.437 | 16,384 tokens"
+// "val    step 100 | loss 1.2345 nats per token | perplexity 3.437 | 16,384 tokens"
 inline std::string validation_line(const char* split, size_t step, double loss, size_t tokens) {
-  return format("%-6s step %zu | loss %.4f nats a token | perplexity %.4g | %s tokens\n", split, step, loss,
+  return format("%-6s step %zu | loss %.4f nats per token | perplexity %.4g | %s tokens\n", split, step, loss,
                 std::exp(loss), with_commas(tokens).c_str());
 }
 

@@ -10,15 +10,17 @@
 #include "dev/common/files.h"       // file_error, is_folder, make_folders, OutFile
 #include "dev/common/flags.h"       // saved_options
 #include "dev/common/log.h"         // Progress
+#include "dev/common/shards.h"      // TokenData
 
 // ---- how far a run is ----------------------------------------------------------------------------------
 // What a checkpoint remembers of its run: every setting, the model's sizes, and how far it was.
-inline Metadata run_metadata(const Options& o, const Config& c, const Progress& at) {
+inline Metadata run_metadata(const Options& o, const Config& c, const Progress& at, const TokenData& train) {
   Metadata metadata = saved_options(o);
   for (const auto& field : config_to_metadata(c)) metadata[field.first] = field.second;
   metadata["step"] = std::to_string(at.step);
   metadata["tokens"] = std::to_string(at.tokens);
   metadata["data_position"] = std::to_string(at.position);
+  metadata["train_data"] = train.inventory();
   return metadata;
 }
 inline Progress progress_from_metadata(const Metadata& metadata) {  // fatal if something is missing
@@ -53,9 +55,11 @@ inline std::vector<size_t> list_checkpoints(const std::string& folder) {
   return steps;
 }
 
-// Deletes all checkpoints but the newest `keep` (0: deletes none). Only for after a new one is safely there.
-inline void delete_old_checkpoints(const std::string& folder, size_t keep) {
-  const std::vector<size_t> steps = list_checkpoints(folder);
+// Deletes all checkpoints up to `step` but the newest `keep` (0: deletes none). Only for after that of `step`
+// is safely there.
+inline void delete_old_checkpoints(const std::string& folder, size_t keep, size_t step) {
+  std::vector<size_t> steps = list_checkpoints(folder);
+  steps.erase(std::upper_bound(steps.begin(), steps.end(), step), steps.end());
   for (size_t i = 0; keep > 0 && i + keep < steps.size(); i++) {
     const std::string path = checkpoint_path(folder, steps[i]);
     if (unlink(path.c_str()) != 0) fatal(EXIT_ERROR, "%s", file_error(path, "delete").c_str());
@@ -73,7 +77,11 @@ inline Checkpoint open_newest_checkpoint(const std::string& path) {
     if (error.empty()) return checkpoint;
     fprintf(stderr, "warning: %s; trying the one before\n", error.c_str());
   }
-  if (steps.empty()) fatal(EXIT_ERROR, "%s: holds no checkpoint; expected ckpt_*.safetensors", path.c_str());
+  if (steps.empty()) {
+    const std::string earlier = path + "/earlier-1";
+    const std::string hint = is_folder(earlier) ? "; an earlier run is in " + earlier : "";
+    fatal(EXIT_ERROR, "%s: holds no checkpoint; expected ckpt_*.safetensors%s", path.c_str(), hint.c_str());
+  }
   fatal(EXIT_ERROR, "%s: none of its %zu checkpoints can be loaded", path.c_str(), steps.size());
 }
 
@@ -84,22 +92,23 @@ inline std::string folder_of(const std::string& path) {
   return slash == std::string::npos ? "." : slash == 0 ? "/" : path.substr(0, slash);
 }
 
-// A new run in a folder that holds an earlier one: its log and checkpoints move into a folder of their own, so
-// that nothing is lost and a later --resume cannot take the old for the new. Returns that folder, or "".
-inline std::string move_earlier_run(const std::string& folder) {
-  const std::vector<size_t> steps = list_checkpoints(folder);
-  const std::string log = folder + "/log.jsonl";
-  if (steps.empty() && access(log.c_str(), F_OK) != 0) return "";
-  std::string earlier;
-  for (int n = 1; earlier.empty() || access(earlier.c_str(), F_OK) == 0; n++)
-    earlier = folder + format("/earlier-%d", n);
-  make_folders(earlier);
+// Moves checkpoints from step `first` on into the folder <name>-<number> of their own; from step 0 on, the log
+// too. So nothing is lost, and a later --resume cannot take the old for the new. Returns that folder, "" if
+// nothing was there.
+inline std::string move_aside(const std::string& folder, const char* name, size_t first) {
   std::vector<std::string> files;
-  for (size_t step : steps) files.push_back(checkpoint_path(folder, step));
-  if (access(log.c_str(), F_OK) == 0) files.push_back(log);
+  for (size_t step : list_checkpoints(folder))
+    if (step >= first) files.push_back(checkpoint_path(folder, step));
+  const std::string log = folder + "/log.jsonl";
+  if (first == 0 && access(log.c_str(), F_OK) == 0) files.push_back(log);
+  if (files.empty()) return "";
+  std::string aside;
+  for (int n = 1; aside.empty() || access(aside.c_str(), F_OK) == 0; n++)
+    aside = folder + format("/%s-%d", name, n);
+  make_folders(aside);
   for (const std::string& file : files)
-    if (rename(file.c_str(), (earlier + file.substr(folder.size())).c_str()) != 0)
+    if (rename(file.c_str(), (aside + file.substr(folder.size())).c_str()) != 0)
       fatal(EXIT_ERROR, "%s", file_error(file, "move").c_str());
   OutFile::sync_folder(log);
-  return earlier;
+  return aside;
 }

@@ -6,6 +6,7 @@
 // stay on the disk and are read where needed: a split may be larger than memory.
 #pragma once
 #include <algorithm>
+#include <chrono>
 #include <set>
 
 #include <glob.h>
@@ -28,11 +29,11 @@ struct Shard {
 
   size_t num_windows(size_t T) const { return num_tokens > 0 ? (num_tokens - 1) / T : 0; }
 
-  void read(size_t first, size_t n, uint16_t* tokens) const {  // tokens first .. first+n-1, which must exist
-    if (file.fd >= 0)
-      fatal_if(file.read(SHARD_HEADER + 2 * first, 2 * n, tokens));
-    else
-      std::copy(memory.data() + first, memory.data() + first + n, tokens);
+  // Tokens first .. first+n-1, which must exist. Returns the error, empty when all is well.
+  std::string read(size_t first, size_t n, uint16_t* tokens) const {
+    if (file.fd >= 0) return file.read(SHARD_HEADER + 2 * first, 2 * n, tokens);
+    std::copy(memory.data() + first, memory.data() + first + n, tokens);
+    return "";
   }
 };
 
@@ -59,10 +60,15 @@ inline std::string open_shard(const std::string& path, Shard* shard) {
   return format("%s: %zu bytes, expected %zu as its header counts %d tokens", name, size, expected, header[2]);
 }
 
+inline double seconds_now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
 struct TokenData {
-  std::string name;           // the glob, or what the tokens in memory are
-  size_t V = 0;               // every token must be below this
-  std::vector<Shard> shards;  // in the order of their names
+  std::string name;                    // the glob, or what the tokens in memory are
+  size_t V = 0;                        // every token must be below this
+  std::vector<Shard> shards;           // in the order of their names
+  std::function<void()> before_fatal;  // what to do first when a window cannot be had: a run saves
 
   // The file of that name, or every file that the pattern matches; fatal if there is none, or if one is not a
   // good shard.
@@ -114,8 +120,10 @@ struct TokenData {
         continue;
       }
       std::vector<uint16_t> tokens(T + 1);
-      shard.read(i * T, T + 1, tokens.data());
-      check_tokens(shard, i * T, tokens);
+      std::string error = shard.read(i * T, T + 1, tokens.data());
+      if (error.empty()) error = token_problem(shard, i * T, tokens);
+      if (!error.empty() && before_fatal) before_fatal();
+      fatal_if(error);
       std::copy(tokens.begin(), tokens.end() - 1, inputs);
       std::copy(tokens.begin() + 1, tokens.end(), targets);
       return;
@@ -123,14 +131,40 @@ struct TokenData {
     fatal(EXIT_ERROR, "%s: window %zu past the last of %zu", name.c_str(), i + num_windows(T), num_windows(T));
   }
 
+  // Reads every token once, so that a bad one is found before anything is trained; gives up where that takes
+  // more than a second a gigabyte, and leaves the rest to window().
+  void check_tokens() const {
+    constexpr size_t CHUNK = 1 << 22;
+    const double start = seconds_now();
+    size_t bytes = 0;
+    for (const Shard& shard : shards)
+      for (size_t first = 0; first < shard.num_tokens; first += CHUNK) {
+        std::vector<uint16_t> tokens(std::min(CHUNK, shard.num_tokens - first));
+        fatal_if(shard.read(first, tokens.size(), tokens.data()));
+        fatal_if(token_problem(shard, first, tokens));
+        bytes += 2 * tokens.size();
+        if (seconds_now() - start > 1 + double(bytes) * 1e-9) return;
+      }
+  }
+
+  // Each shard's name, without its folder, and its number of tokens, a line each: what the order of examples
+  // depends on.
+  std::string inventory() const {
+    std::string lines;
+    for (const Shard& shard : shards)
+      lines += shard.name.substr(shard.name.rfind('/') + 1) + format(", %zu tokens\n", shard.num_tokens);
+    return lines;
+  }
+
  private:
-  void check_tokens(const Shard& shard, size_t first, const std::vector<uint16_t>& tokens) const {
-    for (size_t t = 0; t < tokens.size(); t++) {
-      if (tokens[t] < V) continue;
-      const size_t at = first + t;
-      fatal(EXIT_ERROR, "%s: token %zu, at byte %zu, is %d; expected less than the vocabulary's %zu",
-            shard.name.c_str(), at, SHARD_HEADER + 2 * at, int(tokens[t]), V);
-    }
+  std::string token_problem(const Shard& shard, size_t first, const std::vector<uint16_t>& tokens) const {
+    uint16_t largest = 0;
+    for (uint16_t token : tokens) largest = std::max(largest, token);
+    if (largest < V) return "";
+    size_t t = 0;
+    while (tokens[t] < V) t++;
+    return format("%s: token %zu, at byte %zu, is %d; expected less than the vocabulary's %zu",
+                  shard.name.c_str(), first + t, SHARD_HEADER + 2 * (first + t), int(tokens[t]), V);
   }
   // Sorted by name. Brackets are first taken as they are, for folders such as "data [v2]", then as a choice.
   static std::vector<std::string> files_of(const std::string& pattern) {
@@ -184,6 +218,7 @@ inline TokenData open_split(const std::string& pattern, const Config& config) {
   if (pattern.empty()) return {};
   TokenData data = TokenData::from_glob(pattern, config.V);
   data.require_window(config.T);
+  data.check_tokens();
   return data;
 }
 
@@ -201,6 +236,21 @@ inline void warn_of_overlap(const char* split, const TokenData& data, const Toke
     if (trained_on.count(id(shard))) names += (names.empty() ? "" : ", ") + shard.name;
   if (!names.empty())
     fprintf(stderr, "warning: --%s has files that --train has too: %s\n", split, names.c_str());
+}
+
+// How two inventories differ: "gone: a.bin, 5 tokens; new: b.bin, 7 tokens"; empty if they do not.
+inline std::string inventory_change(const std::string& then, const std::string& now) {
+  if (then == now) return "";
+  std::set<std::string> lines[2];
+  for (int i : {0, 1}) {
+    std::istringstream text(i == 0 ? then : now);
+    for (std::string line; std::getline(text, line);) lines[i].insert(line);
+  }
+  std::string change;
+  for (int i : {0, 1})
+    for (const std::string& line : lines[i])
+      if (!lines[1 - i].count(line) && change.size() < 200) change += (i == 0 ? "; gone: " : "; new: ") + line;
+  return change.empty() ? "another order" : change.substr(2);
 }
 
 // Every split that is named. Fatal if one holds no window.

@@ -83,6 +83,48 @@ inline std::string printable(const std::string& text) {
   return shown;
 }
 
+// Any bytes as valid UTF-8, and back: a byte that is no part of UTF-8 becomes the private character U+10FE00 +
+// byte. Other text stays as it is, but for these characters, whose bytes are written so too.
+constexpr uint32_t BYTE_CHARACTERS = 0x10FE00;
+
+inline std::string escape_bytes(const std::string& text) {
+  std::string out;
+  for (size_t i = 0; i < text.size();) {
+    uint32_t code = 0;
+    const size_t length = utf8_decode(text, i, &code);
+    const bool plain = length > 0 && (code < BYTE_CHARACTERS || code > BYTE_CHARACTERS + 0xFF);
+    const size_t bytes = std::max<size_t>(length, 1);
+    for (size_t end = i + bytes; i < end; i++) {
+      const unsigned byte = static_cast<unsigned char>(text[i]);
+      out += plain ? std::string(1, text[i])
+                   : std::string("\xF4\x8F") + char(0xB8 | byte >> 6) + char(0x80 | (byte & 0x3F));
+    }
+  }
+  return out;
+}
+inline std::string unescape_bytes(const std::string& text) {
+  std::string out;
+  for (size_t i = 0; i < text.size();) {
+    uint32_t code = 0;
+    const size_t length = std::max<size_t>(utf8_decode(text, i, &code), 1);
+    if (code >= BYTE_CHARACTERS && code <= BYTE_CHARACTERS + 0xFF)
+      out += char(code - BYTE_CHARACTERS);
+    else
+      out.append(text, i, length);
+    i += length;
+  }
+  return out;
+}
+
+// The text as one word of a shell's command line.
+inline std::string shell_quote(const std::string& text) {
+  const char* plain = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-+=./,:@%";
+  if (!text.empty() && text.find_first_not_of(plain) == std::string::npos) return text;
+  std::string out = "'";
+  for (char c : text) out += c == '\'' ? "'\\''" : std::string(1, c);
+  return out + "'";
+}
+
 // ---- JSON ----------------------------------------------------------------------------------------------
 // Just enough for the headers of safetensors files and for the lines of our log: one value read from a string,
 // and strings quoted for writing.

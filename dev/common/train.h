@@ -1,11 +1,22 @@
-// train.h - what both trainers do around the model.
+// train.h - what both trainers do around the model: how a run starts, what it reports and saves, how it stops.
+//
+// A model offers, in its own namespace:
+//   token_losses(model, tokens, targets, B, T)   the loss of every token, (B,T), in nats
+//   next_token_logits(model, context, logits)    logits (V) of the token that follows the context
+//   add_route_stats(stats, model, BT)            adds the last forward's attention routes to the sums
+//   model_save(model, path, metadata)
 #pragma once
 #include <atomic>
 #include <cmath>
 #include <csignal>
+#include <filesystem>
 #include <initializer_list>
 
 #include <unistd.h>
+
+#include "dev/common/report.h"     // RouteStats, StepReport, lines and events
+#include "dev/common/run.h"        // checkpoints by name, move_aside
+#include "dev/common/tokenizer.h"  // Tokenizer
 
 // ---- the learning rate ---------------------------------------------------------------------------------
 // Linear warm-up, then half a cosine down to a fraction of the peak.
@@ -24,21 +35,37 @@ inline double learning_rate(size_t step, size_t steps, size_t warmup, double lr,
 }
 
 // ---- stopping ------------------------------------------------------------------------------------------
-// Ctrl-C and SIGTERM ask the loop to stop after its step, so that it can save. The second one ends the program
-// at once, with the exit status of a program killed by Ctrl-C; files on the disk are whole at any moment.
-inline std::atomic<int> stop_requested{0};  // the handler runs on whatever thread the signal comes to
+// A signal asks the loop to stop after its step, so that it can save: Ctrl-C, a closed terminal or pipe, and
+// what batch systems send. A second Ctrl-C ends the program at once; files on the disk are whole at any moment.
+inline std::atomic<int> stop_requested{
+    0};  // the signal's number; the handler runs on whatever thread it comes to
 static_assert(std::atomic<int>::is_always_lock_free, "a signal handler must not wait for a lock");
 
-inline void request_stop(int) {
-  if (stop_requested) _exit(130);
-  stop_requested = 1;
+template <size_t N>
+void say_in_handler(const char (&text)[N]) {
+  if (write(STDERR_FILENO, text, N - 1) < 0) return;  // nobody is there to read it
+}
+inline void request_stop(int number) {
+  const int error = errno;
+  if (number == SIGINT && stop_requested == SIGINT) {
+    say_in_handler("stopped without saving\n");
+    _exit(130);
+  }
+  // A pipe that closes must not hide that Ctrl-C was pressed, nor print into itself.
+  if (number != SIGPIPE) say_in_handler("saving after this step; press Ctrl-C again to stop without\n");
+  if (number != SIGPIPE || !stop_requested) stop_requested = number;
+  errno = error;
 }
 inline void catch_stop_signals() {
-  struct sigaction action = {};
+  struct sigaction action = {}, before;
   action.sa_handler = request_stop;
   sigemptyset(&action.sa_mask);
   action.sa_flags = SA_RESTART;  // a signal must not cut a write short
-  for (int signal : {SIGINT, SIGTERM}) sigaction(signal, &action, nullptr);
+  for (int number : {SIGINT, SIGTERM, SIGUSR1, SIGPIPE, SIGHUP}) {
+    sigaction(number, nullptr, &before);
+    if (number == SIGHUP && before.sa_handler == SIG_IGN) continue;  // nohup
+    sigaction(number, &action, nullptr);
+  }
   signal(SIGXFSZ, SIG_IGN);  // a file that may not grow any more is an error with a message, as a full disk is
 }
 
@@ -50,3 +77,229 @@ inline void illegal_instruction(int) {
   _exit(write(STDERR_FILENO, text, sizeof(text) - 1) < 0 ? 2 : 1);
 }
 __attribute__((constructor)) inline void catch_illegal_instruction() { signal(SIGILL, illegal_instruction); }
+
+// ---- starting ------------------------------------------------------------------------------------------
+// What the command line asks for, and the checkpoint that it names.
+struct Start : Progress {
+  Options options;
+  Checkpoint checkpoint;
+  bool resuming = false, has_checkpoint = false;
+  bool only_looks = false;  // nothing to train and no --out: nothing is written or moved
+  size_t first_step = 0;
+  std::string program;
+};
+
+inline Start read_command_line(int argc, char** argv, Device device) {
+  Start start;
+  Options& o = start.options = parse_flags(argc, argv, device);
+  const std::set<std::string> now = o.given;  // on this command line, not by the checkpoint
+  start.program = argv[0];
+  start.resuming = !o.resume.empty();
+  start.has_checkpoint = start.resuming || !o.init_from.empty();
+  if (start.has_checkpoint) {
+    start.checkpoint = open_newest_checkpoint(start.resuming ? o.resume : o.init_from);
+    adopt_saved(o, start.checkpoint.metadata, !start.resuming);
+  }
+  if (start.resuming) {
+    if (o.out.empty()) o.out = folder_of(o.resume);
+    static_cast<Progress&>(start) = progress_from_metadata(start.checkpoint.metadata);
+  }
+  start.first_step = start.step;
+  start.only_looks = start.has_checkpoint && now.count("steps") && o.steps <= start.step && !now.count("out");
+  if (start.only_looks) {
+    o.train = "";
+    if (!now.count("val")) o.val = "";
+    if (!now.count("test")) o.test = "";
+  }
+  return start;
+}
+
+// What a run works with, from the flags to the model.
+template <class Model>
+struct Run : Start {
+  Config config;
+  Tokenizer tokenizer;
+  Data data;
+  Model model;
+  double timed = 0;       // seconds of all steps but the first, which pays for fresh memory
+  bool left_out = false;  // a stop has left out a validation or a sample that was due
+
+  // stories: makes the built-in corpus, for a run that names no shards.
+  Run(Start&& start, Data (*stories)(const Config&)) : Start(std::move(start)) {
+    Options& o = options;
+    tokenizer = o.tokenizer.empty() ? Tokenizer::bytes() : Tokenizer::load(o.tokenizer);
+    config = config_from(o, tokenizer.size);
+    data = uses_stories(o) && !only_looks ? stories(config) : open_data(o, config);
+    const auto then = checkpoint.metadata.find("train_data");
+    if (!resuming || only_looks || o.new_data || then == checkpoint.metadata.end()) return;
+    const std::string change = inventory_change(then->second, data.train.inventory());
+    if (!change.empty())
+      fatal(EXIT_ERROR,
+            "--train: the shards are not those of the checkpoint (%s); expected the same, since the order of"
+            " examples depends on them; --new-data goes on with those that are there now",
+            change.c_str());
+  }
+};
+
+// Takes the folder for this run: nobody else's, and what another run or later steps left there moved aside.
+inline Log take_folder(const Start& start) {
+  const std::string& out = start.options.out;
+  if (start.only_looks) return Log();
+  make_folders(out);
+  lock_folder(out);
+  const bool goes_on = start.resuming && std::filesystem::equivalent(folder_of(start.options.resume), out);
+  const std::string aside =
+      goes_on ? move_aside(out, "abandoned", start.step + 1) : move_aside(out, "earlier", 0);
+  if (!aside.empty()) printf("moved %s to %s\n", goes_on ? "later steps" : "an earlier run", aside.c_str());
+  catch_stop_signals();
+  return goes_on ? Log(out, start.step, aside) : Log(out);
+}
+
+// ---- looking -------------------------------------------------------------------------------------------
+struct Validation {
+  double loss;  // nats per token
+  size_t tokens;
+  RouteStats routes;
+};
+
+// Mean loss over the first max_tokens >= T of a split (whole windows), in order. Touches activations only. The
+// sum runs in token order in double, so the batch size does not show in the result. No tokens if a stop cut it
+// short.
+template <class Model>
+Validation validate(Model& m, const TokenData& data, size_t max_tokens) {
+  const size_t T = m.T, windows = std::min(max_tokens / T, data.num_windows(T));
+  std::vector<int> tokens(m.B * T), targets(m.B * T);
+  Validation result = {};
+  double sum = 0;
+  for (size_t w0 = 0; w0 < windows; w0 += m.B) {
+    if (stop_requested) return {};
+    const size_t rows = std::min(m.B, windows - w0);
+    for (size_t b = 0; b < rows; b++) data.window(w0 + b, T, &tokens[b * T], &targets[b * T]);
+    for (auto loss : token_losses(m, tokens.data(), targets.data(), rows, T)) sum += double(loss);
+    add_route_stats(result.routes, m, rows * T);
+  }
+  result.tokens = windows * T;
+  result.loss = sum / double(result.tokens);
+  result.routes.divide(double(result.tokens));
+  return result;
+}
+
+template <class Model>
+void validate_split(Run<Model>& run, Log& log, const char* split, const TokenData& data) {
+  if (data.num_tokens() == 0) return;
+  const size_t wanted = run.options.val_tokens;
+  const Validation v = validate(run.model, data, wanted > 0 ? wanted : data.num_tokens());
+  if (stop_requested) {
+    run.left_out = true;
+    return;
+  }
+  printf("%s", validation_line(split, run.step, v.loss, v.tokens).c_str());
+  log.write(validation_event(run, split, v.loss, v.tokens));
+  if (run.data.stories) report_answers(run, log, v.tokens / run.config.T);  // as many as windows were read
+  if (!run.config.has_routes()) return;
+  if (!run.options.quiet) printf("%s", route_picture(run.config, v.routes).c_str());
+  log.write(routes_event(run, split, v.routes));
+}
+
+// Continues `context` by n tokens, or up to an end-of-text. Random numbers are a function of (seed, position):
+// no state, none disturbed.
+template <class Model>
+std::vector<int> generate(Model& m, std::vector<int> context, size_t n, double temperature, size_t top_k,
+                          double top_p, uint64_t seed, int eot) {
+  std::vector<float> logits;
+  for (size_t i = 0; i < n && !stop_requested; i++) {
+    next_token_logits(m, context, logits);
+    const double u = uniform(seed, STREAM_SAMPLE, context.size());
+    context.push_back(sample_token(logits.data(), m.config.V, temperature, top_k, top_p, u));
+    if (context.back() == eot) break;
+  }
+  return context;
+}
+
+template <class Model>
+void sample(Run<Model>& run, Log& log) {
+  const Options& o = run.options;
+  if (!has_text(o, run.tokenizer.size)) {
+    printf("sample step %zu: none; a vocabulary of %zu tokens needs --tokenizer to become text\n", run.step,
+           o.vocab);
+    return;
+  }
+  std::vector<int> context = {run.tokenizer.eot};  // a document starts with an end of text
+  for (int token : run.tokenizer.encode(o.prompt)) context.push_back(token);
+  context = generate(run.model, context, o.sample_tokens, o.temperature, o.top_k, o.top_p, o.seed + run.step,
+                     run.tokenizer.eot);
+  if (stop_requested) {
+    run.left_out = true;
+    return;
+  }
+  std::string text;
+  for (size_t i = 1; i < context.size(); i++) text += run.tokenizer.decode(context[i]);
+  printf("sample step %zu:\n%s\n---\n", run.step, printable(text).c_str());
+  log.write(Event("sample").add("step", run.step).add("text", text));
+}
+
+template <class Model>
+void save(Run<Model>& run, Log& log) {
+  if (run.only_looks) return;
+  const Options& o = run.options;
+  const std::string path = checkpoint_path(o.out, run.step);
+  const size_t bytes = 3 * sizeof(float) * count_elements(run.config);
+  if (bytes >= size_t(1) << 30) printf("saving %s to %s\n", human_bytes(bytes).c_str(), path.c_str());
+  model_save(run.model, path, run_metadata(o, run.config, run, run.data.train));
+  delete_old_checkpoints(o.out, o.keep, run.step);
+  printf("saved  %s\n", path.c_str());
+  log.write(Event("checkpoint").add("step", run.step).add("path", path));
+}
+
+// A shard that turns out to be bad ends the run after a save.
+template <class Model>
+void save_before_data_errors(Run<Model>& run, Log& log) {
+  for (TokenData* data : {&run.data.train, &run.data.val, &run.data.test})
+    data->before_fatal = [&] { save(run, log); };
+}
+
+// What is due between two steps: validation, a sample, a checkpoint. Returns whether the run ends here.
+template <class Model>
+bool between_steps(Run<Model>& run, Log& log) {
+  const Options& o = run.options;
+  const bool finished = run.step >= o.steps;
+  // Events of the step at which a resumed run begins are in its log already.
+  const bool fresh = run.step > run.first_step || !run.resuming;
+  const auto due = [&](size_t every) { return finished || (fresh && every > 0 && run.step % every == 0); };
+  if (due(o.val_every)) validate_split(run, log, "val", run.data.val);
+  if (finished) validate_split(run, log, "test", run.data.test);
+  if (due(o.sample_every) && o.sample_tokens > 0 && (run.step > 0 || finished)) sample(run, log);
+  const bool stopping = stop_requested;
+  if (stopping || (due(o.checkpoint_every) && (run.step > 0 || finished))) save(run, log);
+  return finished || stopping;
+}
+
+// Counts a step and reports it. flops: of a step, and the card's peak a second; 0: not known.
+template <class Model>
+void report_step(Run<Model>& run, Log& log, double loss, double norm, double lr, double seconds,
+                 double flops = 0, double peak_flops = 0) {
+  const Options& o = run.options;
+  run.step++;
+  run.tokens += o.total_batch;
+  run.position += o.total_batch / run.config.T;
+  const size_t timed_steps = run.step - run.first_step - 1;
+  if (timed_steps > 0) run.timed += seconds;
+  const double left = timed_steps > 0 ? run.timed / double(timed_steps) * double(o.steps - run.step) : -1;
+  const StepReport report = {run.step, o.steps,       loss, norm,  lr,
+                             seconds,  o.total_batch, left, flops, peak_flops};
+  if (!o.quiet) printf("%s", step_line(report).c_str());
+  log.write(step_event(run, report));
+}
+
+template <class Model>
+void report_end(const Run<Model>& run, Log& log, double seconds) {
+  const Options& o = run.options;
+  if (run.step >= o.steps && !run.left_out) {
+    log.write(Event("done").add("step", run.step).add("tokens", run.tokens).add("seconds", seconds));
+    printf("done   %zu steps in %s\n", run.step - run.first_step, duration_text(seconds).c_str());
+    return;
+  }
+  printf("stopped at step %zu of %zu%s; go on with: %s --resume %s\n", run.step, o.steps,
+         run.left_out ? ", leaving out the validation or sample due there" : "",
+         shell_quote(run.program).c_str(), shell_quote(o.out).c_str());
+}
