@@ -2494,7 +2494,9 @@ void model_save(Model<floatX>& m, const std::string& path, const std::map<std::s
     background_thread = std::this_thread::get_id();  // model_save_finish passes its error on
     checkpoint_write(path, metadata, tensors);
   });
+#ifndef TESTING
   model_save_finish(m);
+#endif
 }
 
 // Parameters, and the moments too if `with_moments` (resuming; without: starting from given weights). Ends the

@@ -444,6 +444,13 @@ static void test_run_folder(const Scratch& folder) {
   CHECK(is_folder(run));
   write_file(folder / "file", "");
   CHECK(refuses(in_child([&] { make_folders(folder / "file/x"); }), 1, "file: cannot create the folder"));
+  std::filesystem::permissions(folder.path, std::filesystem::perms(0555));
+  CHECK(refuses(in_child([&] {
+                  if (geteuid() == 0 && setuid(65534) != 0) _exit(9);
+                  make_folders(folder / "closed");
+                }),
+                1, "closed: cannot create the folder: Permission denied"));
+  std::filesystem::permissions(folder.path, std::filesystem::perms(0755));
 
   TEST("checkpoints are listed by step, whatever the number of digits; other files are not");
   CHECK_EQ(checkpoint_path("r", 42), "r/ckpt_00000042.safetensors");
@@ -454,10 +461,12 @@ static void test_run_folder(const Scratch& folder) {
   CHECK_EQ(steps(), "7 20 1000 123456789 ");
 
   TEST("--keep deletes the oldest; 0 keeps all, a large number too");
-  delete_old_checkpoints(run, 0);
-  delete_old_checkpoints(run, 9);
+  delete_old_checkpoints(run, 0, 123456789);
+  delete_old_checkpoints(run, 9, 123456789);
   CHECK_EQ(steps(), "7 20 1000 123456789 ");
-  delete_old_checkpoints(run, 3);
+  delete_old_checkpoints(run, 3, 123456789);
+  CHECK_EQ(steps(), "20 1000 123456789 ");
+  delete_old_checkpoints(run, 2, 1000);  // later ones are another's, and do not count
   CHECK_EQ(steps(), "20 1000 123456789 ");
 
   TEST("resuming takes the newest checkpoint that is whole, and says which it passed over");
@@ -474,6 +483,8 @@ static void test_run_folder(const Scratch& folder) {
   CHECK(refuses(open(checkpoint_path(run, 123456789)), 1, "no safetensors file"));
   make_folders(folder / "empty");
   CHECK(refuses(open(folder / "empty"), 1, "empty: holds no checkpoint"));
+  make_folders(folder / "empty/earlier-1");
+  CHECK(refuses(open(folder / "empty"), 1, "an earlier run is in " + (folder / "empty/earlier-1")));
   CHECK(refuses(open(folder / "none"), 1, "none: cannot open: No such file"));
   CHECK_EQ(folder_of(checkpoint_path(run, 20)), run);
   CHECK_EQ(folder_of(run), run);
@@ -487,13 +498,14 @@ static void test_run_folder(const Scratch& folder) {
 
   TEST("a new run in a used folder moves what was there aside, every time");
   write_file(run + "/log.jsonl", "{}\n");
-  CHECK_EQ(move_earlier_run(run), run + "/earlier-1");
+  CHECK_EQ(move_aside(run, "abandoned", 123456790), "");
+  CHECK_EQ(move_aside(run, "earlier", 0), run + "/earlier-1");
   CHECK_EQ(steps(), "");
   CHECK_EQ(list_checkpoints(run + "/earlier-1").size(), 3u);
   CHECK_EQ(read_file(run + "/earlier-1/log.jsonl"), "{}\n");
-  CHECK_EQ(move_earlier_run(run), "");
+  CHECK_EQ(move_aside(run, "earlier", 0), "");
   write_step(5);
-  CHECK_EQ(move_earlier_run(run), run + "/earlier-2");
+  CHECK_EQ(move_aside(run, "earlier", 0), run + "/earlier-2");
 
   TEST("one run a folder: a second is refused and told who has it; a killed one leaves it free");
   int ready[2];
@@ -515,23 +527,55 @@ static void test_run_folder(const Scratch& folder) {
 }
 
 static void test_signals() {
-  TEST("Ctrl-C and SIGTERM ask the loop to stop; the second one ends the program with status 130");
-  for (int signal : {SIGINT, SIGTERM}) {
-    const Outcome once = in_child([&] {
-      catch_stop_signals();
-      if (stop_requested) _exit(9);
-      raise(signal);
-      _exit(stop_requested ? 0 : 8);
-    });
-    CHECK_EQ(once.status, 0);
-    const Outcome twice = in_child([&] {
-      catch_stop_signals();
-      raise(signal);
-      raise(SIGINT);
-      _exit(7);
-    });
-    CHECK_EQ(twice.status, 130);
+  TEST(
+      "every signal that ends a program asks the loop to stop; a second Ctrl-C alone ends it, with status 130");
+  for (int number : {SIGINT, SIGTERM, SIGUSR1, SIGHUP, SIGPIPE}) {
+    const auto after = [&](std::vector<int> then) {
+      return in_child([&] {
+        catch_stop_signals();
+        if (stop_requested) _exit(9);
+        raise(number);
+        for (int next : then) raise(next);
+        _exit(stop_requested ? 0 : 8);
+      });
+    };
+    CHECK_EQ(after({}).status, 0);
+    CHECK_EQ(after({}).err,
+             number == SIGPIPE ? "" : "saving after this step; press Ctrl-C again to stop without\n");
+    CHECK_EQ(after({SIGTERM, SIGPIPE, SIGHUP}).status, 0);
+    CHECK_EQ(after({SIGINT, SIGPIPE, SIGINT}).status, 130);
   }
+  CHECK_EQ(in_child([] {
+             signal(SIGHUP, SIG_IGN);  // as nohup does
+             catch_stop_signals();
+             raise(SIGHUP);
+             _exit(stop_requested ? 8 : 0);
+           }).status,
+           0);
+}
+
+static void test_bytes(const Scratch& folder) {
+  TEST("metadata come back the same, whatever bytes they are; valid text stays as it is in the file");
+  std::string all;
+  for (int byte = 1; byte < 256; byte++) all += char(byte);
+  const std::string texts[] = {
+      all, "caf\u00e9 \u4e2d \U0001F600", "\xff", "cut \xf0\x9f", "\U0010FE80 \U0010FEFF", "\xf4\x8f\xba\xff",
+      ""};
+  for (const std::string& text : texts) {
+    checkpoint_write(folder / "bytes", {{"prompt", text}}, {});
+    Checkpoint checkpoint;
+    CHECK_EQ(checkpoint.try_open(folder / "bytes"), "");
+    CHECK_EQ(checkpoint.metadata["prompt"], text);
+    const std::string escaped = escape_bytes(text), file = read_file(folder / "bytes");
+    uint32_t code;
+    for (size_t at = 0; at < file.size();) {
+      const size_t length = utf8_decode(file, at, &code);
+      if (!CHECK(length > 0 || at < 8)) break;
+      at += std::max<size_t>(length, 1);
+    }
+    CHECK_EQ(unescape_bytes(escaped), text);
+  }
+  CHECK_EQ(escape_bytes(texts[1]), texts[1]);
 }
 
 int main() {
@@ -542,6 +586,7 @@ int main() {
   test_damage(folder);
   test_writing(folder);
   test_python(folder);
+  test_bytes(folder);
   test_run_folder(folder);
   test_signals();
   return finish();

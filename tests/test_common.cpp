@@ -650,7 +650,7 @@ static void test_report() {
            "train       here: 1 shard, 1,001 tokens, 10 windows of 100\n");
   CHECK(schedule_table(o, o.steps * o.total_batch / 2).find(", 2.00 epochs") != std::string::npos);
   CHECK_EQ(validation_line("val", 100, 0, 5),
-           "val    step 100 | loss 0.0000 nats a token | perplexity 1 | 5 tokens\n");
+           "val    step 100 | loss 0.0000 nats per token | perplexity 1 | 5 tokens\n");
 }
 
 int main() {

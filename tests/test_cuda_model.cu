@@ -561,9 +561,10 @@ void test_validation() {
   cpu_float::Model yardstick;
   cpu_float::model_create(yardstick, c, 2, T, 1);
   RANDOMISE(yardstick, float)
-  const auto got = gpu::validate(m, data, 9 * T);
-  const auto want = cpu_double::validate(reference, data, 9 * T);
-  const auto plain = PLAIN(floatX, validate(yardstick, data, 9 * T));
+  const auto got = validate(m, data, 9 * T);
+  const auto want = validate(reference, data, 9 * T);
+  const auto plain =
+      is_bf16<floatX> ? cpu_bf16::validate(yardstick, data, 9 * T) : validate(yardstick, data, 9 * T);
   CHECK_EQ(got.tokens, want.tokens);
   CHECK_EQ(plain.tokens, want.tokens);
   double sum = 0;
@@ -577,7 +578,7 @@ void test_validation() {
   CHECK_EQ(got.loss, sum / double(got.tokens));
   compare("route statistics", route_numbers(got.routes), route_numbers(plain.routes),
           route_numbers(want.routes));
-  CHECK(got.loss == gpu::validate(wide, data, 9 * T).loss);  // the batch does not show
+  CHECK(got.loss == validate(wide, data, 9 * T).loss);  // the batch does not show
   std::vector<float> logits, logits_want, logits_plain;
   double largest = 0;            // error of the plain code
   for (size_t n : {1, 5, 60}) {  // 60: longer than the context
@@ -597,10 +598,10 @@ void test_validation() {
   const size_t more = BRIEF ? 3 : 40;  // past the end of the context, if it may take long
   if (!is_bf16<floatX>)
     for (double temperature : {0.0, 1.0})
-      CHECK(gpu::generate(m, prompt, more, temperature, 20, 0.95, 7, -1) ==
-            cpu_float::generate(yardstick, prompt, more, temperature, 20, 0.95, 7, -1));
+      CHECK(generate(m, prompt, more, temperature, 20, 0.95, 7, -1) ==
+            generate(yardstick, prompt, more, temperature, 20, 0.95, 7, -1));
   // In bf16 another token may win where two are nearly as likely; nowhere else.
-  const std::vector<int> text = gpu::generate(m, prompt, more, 0, 0, 1, 7, -1);
+  const std::vector<int> text = generate(m, prompt, more, 0, 0, 1, 7, -1);
   CHECK_EQ(text.size(), prompt.size() + more);
   size_t others = 0;
   for (size_t n = prompt.size(); n < text.size(); n++) {

@@ -110,6 +110,132 @@ static void waiting() {
   CHECK(!sleeps("OMP_WAIT_POLICY=active"));
 }
 
+// ---- no trained work is lost -----------------------------------------------------------------------------
+
+static std::string listing(const std::string& out) {
+  return shell("cd " + folder + "/" + out + " && ls | grep -v lock | tr '\\n' ' '").text;
+}
+static void check_says(const Result& result, int status, const std::string& part) {
+  const bool ok = CHECK_EQ(result.status, status) & CHECK(result.text.find(part) != std::string::npos);
+  if (!ok) printf("  expected: %s\n%s\n", part.c_str(), result.text.c_str());
+}
+static std::string resume(const std::string& path) {
+  return std::string(TRAINER) + " --quiet --resume '" + folder + "/" + path + "'";
+}
+
+static void going_back() {
+  TEST(
+      "going back moves the later steps aside with their log, and --keep deletes nothing that was just "
+      "written");
+  check_ok(train("back", "--steps 8 --checkpoint-every 2"));
+  check_says(shell(resume("back/ckpt_00000002.safetensors") + " --steps 3 --keep 1"), 0,
+             "moved later steps to " + folder + "/back/abandoned-1");
+  CHECK_EQ(listing("back"), "abandoned-1 ckpt_00000003.safetensors log.jsonl ");
+  CHECK_EQ(listing("back/abandoned-1"),
+           "ckpt_00000004.safetensors ckpt_00000006.safetensors "
+           "ckpt_00000008.safetensors log.jsonl ");
+  CHECK_EQ(log_field("back", "step", "step").size(), 3u);
+  CHECK_EQ(log_field("back/abandoned-1", "step", "step").size(), 6u);
+  CHECK_EQ(log_field("back/abandoned-1", "done", "step").size(), 1u);
+
+  TEST("resuming into a folder that holds another run moves that aside");
+  check_ok(train("other", "--steps 1"));
+  check_says(shell(resume("back") + " --steps 4 --out " + folder + "/other/"), 0,
+             "moved an earlier run to " + folder + "/other/");
+  CHECK_EQ(listing("other"), "ckpt_00000004.safetensors earlier-1 log.jsonl ");
+  CHECK_EQ(listing("other/earlier-1"), "ckpt_00000001.safetensors log.jsonl ");
+}
+
+static void only_looking() {
+  TEST(
+      "with nothing to train and no --out, nothing is written or moved; a folder will do; --val asks for "
+      "validation");
+  const std::string before = shell("cd " + folder + "/whole && cat log.jsonl && ls").text;
+  const std::string look = "cd " + folder + "; flock -n whole/lock " +
+                           std::filesystem::absolute(TRAINER).string() + " --steps 0 --sample-tokens 4 ";
+  for (const std::string flag : {"--init-from", "--resume"}) {
+    const Result looked = shell(look + flag + " whole");
+    check_says(looked, 0, "sample step");
+    CHECK(looked.text.find("nats per token") == std::string::npos);
+    check_says(shell(look + flag + " whole --val 'val_*.bin'"), 0, "nats per token");
+  }
+  CHECK_EQ(shell("cd " + folder + "/whole && cat log.jsonl && ls").text, before);
+  CHECK(access((folder + "/runs").c_str(), F_OK) != 0);
+}
+
+static void any_bytes() {
+  TEST("bytes that are not UTF-8 in a prompt and a file's name come back from the checkpoint");
+  const std::string bytes =
+      "p=$(printf 'a\\377b'); cd " + folder + "; cp train_0.bin \"$p.bin\"; cd - > /dev/null; ";
+  check_ok(shell(bytes + command("bytes", "--steps 1 --prompt \"$p\" --train " + folder + "/\"$p\".bin")));
+  check_ok(shell(resume("bytes") + " --steps 2"));
+  Checkpoint checkpoint;
+  CHECK_EQ(checkpoint.try_open(checkpoint_of("bytes", 2)), "");
+  CHECK_EQ(checkpoint.metadata["prompt"], "a\377b");
+  CHECK_EQ(checkpoint.metadata["train"], folder + "/a\377b.bin");
+}
+
+static void changed_data() {
+  TEST("data that changed while a run was stopped: what changed is said, and --new-data goes on");
+  write_shard("grows_0.bin", 400, 1);
+  check_ok(train("changed", "--steps 2 --train '" + folder + "/grows_*.bin'"));
+  write_shard("grows_1.bin", 300, 2);
+  check_says(shell(resume("changed") + " --steps 3"), 1,
+             "the shards are not those of the checkpoint (new: grows_1.bin, 300 tokens)");
+  write_shard("grows_0.bin", 350, 1);
+  check_says(shell(resume("changed") + " --steps 3"), 1,
+             "(gone: grows_0.bin, 400 tokens; new: grows_0.bin, 350");
+  check_ok(shell(resume("changed") + " --steps 3 --new-data"));
+  check_ok(shell(resume("changed") + " --steps 4"));
+
+  TEST("a bad token anywhere is found before anything is moved or trained");
+  write_shard("bad.bin", 3000, 3);
+  shell("printf '\\377\\377' | dd of=" + folder + "/bad.bin bs=1 seek=7000 conv=notrunc");
+  check_says(train("changed", "--steps 1 --train " + folder + "/bad.bin"), 1,
+             "token 2988, at byte 7000, is 65535");
+  CHECK(access((folder + "/changed/earlier-1").c_str(), F_OK) != 0);
+
+  TEST("a shard that is cut while the run goes on ends it with a save");
+  write_shard("cut.bin", 400, 4);
+  Process run(command("cut", "--steps 100000 --train " + folder + "/cut.bin"), folder + "/cut.txt");
+  while (log_field("cut", "step", "step").size() < 3 && run.running()) usleep(1000);
+  CHECK_EQ(truncate((folder + "/cut.bin").c_str(), 1024), 0);
+  CHECK_EQ(run.wait(), 1);
+  CHECK(read_file(folder + "/cut.txt").find("cut.bin: cut short") != std::string::npos);
+  CHECK_EQ(tensors(checkpoint_of("cut", log_field("cut", "step", "step").size())).size(), 3u * 17u);
+}
+
+static void signals() {
+  TEST("a pipe that closes ends the run after a save");
+  const std::string line = command("piped", "--steps 100000");
+  shell("(" + line + "; echo $? > " + folder + "/status) | grep -m 1 -q '^step .* 3/'; sleep 0.1");
+  for (int wait = 0; wait < 200 && read_file(folder + "/status").empty(); wait++) usleep(50000);
+  CHECK_EQ(read_file(folder + "/status"), "0\n");
+  CHECK_EQ(tensors(checkpoint_of("piped", log_field("piped", "step", "step").size())).size(), 3u * 17u);
+
+  TEST("Ctrl-C answers at once, leaves out the validation and says so");
+  write_shard("long.bin", 4000000, 6);
+  Process run(command("hasty", "--steps 9 --val-every 1 --val-tokens 0 --val " + folder + "/long.bin"),
+              folder + "/hasty.txt");
+  while (log_field("hasty", "config", "parameters").empty() && run.running()) usleep(1000);
+  run.signal(SIGINT);
+  CHECK_EQ(run.wait(), 0);
+  const std::string text = read_file(folder + "/hasty.txt");
+  CHECK(text.find("saving after this step; press Ctrl-C again") != std::string::npos);
+  CHECK(text.find("stopped at step 0 of 9, leaving out the validation or sample due there; go on with: ") !=
+        text.npos);
+  CHECK(log_field("hasty", "val", "loss").empty());
+  CHECK_EQ(tensors(checkpoint_of("hasty", 0)).size(), 3u * 17u);
+
+  TEST("a program built for another processor says so");
+  Process wrong(command("wrong", "--steps 100000"), folder + "/wrong.txt");
+  while (log_field("wrong", "step", "step").empty() && wrong.running()) usleep(1000);
+  wrong.signal(SIGILL);
+  CHECK_EQ(wrong.wait(), 1);
+  CHECK(read_file(folder + "/wrong.txt").find("error: this program was built for another processor") !=
+        std::string::npos);
+}
+
 static void looking() {
   TEST("validation, samples and checkpoints on the way change nothing");
   check_ok(train("watched",
@@ -488,8 +614,11 @@ int main(int argc, char** argv) {
   looking();
   saving();
   refusing();
+  going_back();
+  changed_data();
   if (on_cpu())  // too many steps for the emulator
-    waiting(), reloading(), pairing(), large_numbers(), long_run(), sizes();
+    only_looking(), any_bytes(), signals(), waiting(), reloading(), pairing(), large_numbers(), long_run(),
+        sizes();
   else
     running_out_of_memory(), sampling_like_the_cpu();
   return finish();

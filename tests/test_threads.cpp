@@ -109,11 +109,11 @@ static void test_training() {
     train(four, config, data, &losses[1]);
     CHECK_EQ(losses[0], losses[1]);
     CHECK(memcmp(one.params.wte, four.params.wte, one.num_elements * sizeof(float)) == 0);
-    CHECK(std::isfinite(cpu::validate(four, data, 700).loss));
-    const std::vector<int> sample = cpu::generate(four, {256}, 3, 1, 0, 1, 1, -1);
+    CHECK(std::isfinite(validate(four, data, 700).loss));
+    const std::vector<int> sample = generate(four, {256}, 3, 1, 0, 1, 1, -1);
     CHECK_EQ(sample.size(), 4u);
-    CHECK_EQ(cpu::generate(four, {256}, 3, 1, 0, 1, 1, sample[1]).size(), 2u);  // ends behind an end-of-text
-    if (Arch(arch) == Arch::rd) CHECK(cpu::mark_answers(four, 3).total().asked > 0);
+    CHECK_EQ(generate(four, {256}, 3, 1, 0, 1, 1, sample[1]).size(), 2u);  // ends behind an end-of-text
+    if (Arch(arch) == Arch::rd) CHECK(mark_answers(four, 3).total().asked > 0);
     cpu::model_free(one);
     cpu::model_free(four);
   }
