@@ -77,6 +77,8 @@ inline Checkpoint open_newest_checkpoint(const std::string& path) {
     if (error.empty()) return checkpoint;
     fprintf(stderr, "warning: %s; trying the one before\n", error.c_str());
   }
+  const std::string exported = path + "/model.safetensors";  // a folder of Hugging Face's kind
+  if (steps.empty() && access(exported.c_str(), F_OK) == 0) return Checkpoint::open(exported);
   if (steps.empty()) {
     const std::string earlier = path + "/earlier-1";
     const std::string hint = is_folder(earlier) ? "; an earlier run is in " + earlier : "";
