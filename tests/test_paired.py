@@ -1345,7 +1345,7 @@ def _(place):
     equal((done.returncode, done.stderr), (0, ""), "hidden source")
 
 
-THEIRS = """
+THEIR_READS = """
 import torch
 def naive_attnres(query, residuals, rms_weight, rms_eps):
     v = torch.stack(list(residuals)).float()
@@ -1353,18 +1353,42 @@ def naive_attnres(query, residuals, rms_weight, rms_eps):
     p = torch.softmax((k * query.float()).sum(-1) + %s, 0)
     return (p[..., None] * v).sum(0).to(residuals[0].dtype)
 """
+THEIR_MEMORY = """
+import torch
+class BlockAttnResReference(torch.nn.Module):
+    def __init__(self, sublayers, C, S, eps):
+        super().__init__()
+        self.S, self.mixer = S, torch.nn.Module()
+        self.mixer.queries = torch.nn.Parameter(torch.zeros(sublayers + 1, C))
+        self.mixer.key_norms = torch.nn.ModuleList(torch.nn.RMSNorm(C, eps) for _ in range(sublayers + 1))
+    def init_state(self, embedding):
+        return [[embedding]]  # one list a block, the embedding's first
+    def layer_input(self, state):
+        i = sum(map(len, state)) - 1
+        v = torch.stack([sum(block) for block in state])
+        p = torch.softmax(self.mixer.key_norms[i](v) @ self.mixer.queries[i], 0)
+        return (p[..., None] * v).sum(0)
+    def append_layer_output(self, state, output):
+        i = sum(map(len, state)) - 1
+        state.append([output]) if i %% self.S == %s else state[-1].append(output)
+    final_output = layer_input
+"""
 
 
-@test("agreement.py: somebody else's reads agree, and do not with a bias towards one source")
+@test("agreement.py: others' code agrees, and does not with a bias towards one source or a block shifted by one")
 @in_place()
 def _(place):
-    folder = os.path.join(place.folder, "fla", "ops", "attnres")
-    os.makedirs(folder)
-    for bias, want in (("0", 0), ("0.01 * torch.arange(len(v))[:, None, None]", 1)):
-        with open(os.path.join(folder, "naive.py"), "w") as f:
-            f.write(THEIRS % bias)
-        status, text = script_with_torch("agreement.py", "fla", place.folder)
-        equal((status, text.count("differ by")), (want, 2), text)
+    for name, file, text, good, bad, arms in (
+        ("fla", "fla/ops/attnres/naive.py", THEIR_READS, "0", "0.01 * torch.arange(len(v))[:, None, None]", 2),
+        ("nanogpt", "examples/nanogpt/attnres.py", THEIR_MEMORY, "0", "1", 1),
+    ):
+        path = os.path.join(place.folder, file)
+        os.makedirs(os.path.dirname(path))
+        for fault, want in ((good, 0), (bad, 1)):
+            with open(path, "w") as f:
+                f.write(text % fault)
+            status, said = script_with_torch("agreement.py", name, place.folder)
+            equal((status, said.count("differ by")), (want, arms), said)
 
 
 # ---- with the real trainer -----------------------------------------------------------------------------------

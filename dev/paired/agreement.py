@@ -53,7 +53,7 @@ def nanogpt_logits(checkout, model, tokens):
         mix = memory.layer_input(state)
         model.attention_mixes = lambda l, sources: (mix, mix)
         model.read_one = lambda sources, site, layer=...: mix
-        output = model.mlp(i // 2, None) if i % 2 else model.attention(i // 2, None)
+        output = model.mlp(i // 2, None) if i % 2 else model.attention(i // 2, None, None, None)
         memory.append_layer_output(state, output)
     h = memory.final_output(state)
     return (model.final_norm * rdattnres.rmsnorm(h)) @ model.wte[:c.V].T
