@@ -46,10 +46,6 @@ static void check_ok(const Result& result) {
   if (!CHECK_EQ(result.status, 0)) printf("%s\n", result.text.c_str());
 }
 
-static double seconds_now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
 // How long the trainer takes here: from its start to its first step, and a step. A kill is aimed by them.
 static double start_seconds, step_seconds;
 
