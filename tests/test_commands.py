@@ -32,11 +32,10 @@ RUN = {
     "./train_rdattnres_cpu --preset s --dry-run": "",
     "make train ARGS='--steps 5000'": " ARGS='" + CUT + "'",
     "./train_rdattnres_cpu --resume runs/tiny": "",
-    './train_rdattnres_cpu --init-from runs/tiny/ckpt_00002400.safetensors --steps 0 --prompt "Ann took"': "",
+    './train_rdattnres_cpu --init-from runs/tiny --steps 0 --prompt "Ann took"': "",
     "./train_rdattnres_cpu --train 'shards/text_train_*.bin' --val 'shards/text_val_*.bin' "
     "--out runs/mine": CUT,
-    "./train_rdattnres_cpu --init-from runs/mine/ckpt_00002400.safetensors --val 'shards/text_val_*.bin' "
-    "--steps 0": "",
+    "./train_rdattnres_cpu --init-from runs/mine --val 'shards/text_val_*.bin' --steps 0": "",
     "python3 dev/hf/rdattnres.py runs/mine/ckpt_00002400.safetensors shards/text_val_000000.bin": "",
 }
 # Each has one mistake, which its check must see.
