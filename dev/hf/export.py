@@ -115,7 +115,8 @@ def main():
     texts = {"config.json": config, "tokenizer.json": tokenizer_json(tokens, eot, bool(source)),
              "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|endoftext|>",
                                        "eos_token": "<|endoftext|>", "model_max_length": int(said["context"]),
-                                       "clean_up_tokenization_spaces": False}}
+                                       "clean_up_tokenization_spaces": False,
+                                       "model_input_names": ["input_ids", "attention_mask"]}}
     for name, content in texts.items():
         (args.folder / name).write_text(json.dumps(content, indent=1) + "\n")
     for name in ("modeling_rdattnres.py", "rdattnres.py"):

@@ -68,9 +68,7 @@ class RDAttnResForCausalLM(PreTrainedModel, GenerationMixin):
         if seen > 0 or attention_mask is not None:
             mask = torch.ones(T, seen + T, dtype=torch.bool, device=input_ids.device).tril(seen)
         if attention_mask is not None:
-            # A padding token sees itself: its row must not be empty, and nobody reads it.
-            itself = torch.eye(seen + T, dtype=torch.bool, device=input_ids.device)[seen:]
-            mask = mask & attention_mask[:, None, None, :].bool() | itself
+            mask = mask & attention_mask[:, None, None, :].bool()
         logits = self.model(input_ids, cache, mask)
         loss = None
         if labels is not None:  # Hugging Face's labels are the tokens themselves, -100 where none counts
