@@ -149,7 +149,6 @@ static void test_config(const Scratch&) {
       {"heads", "3", "metadata: heads: got 3; expected width / heads, here 64 / 3"},
       {"block-size", "3", "metadata: block-size: got 3, expected an even number"},
       {"vocab", "", "metadata: vocab is '', expected a whole number from 2"},
-      {"format_version", "rdattnres-9", "metadata: format_version is 'rdattnres-9', expected rdattnres-1"},
   };
   for (const auto& c : cases) {
     Metadata bad = good;
@@ -259,6 +258,8 @@ static void test_hostile(const Scratch& folder) {
        "32 bytes of data, expected 28"},
       {"a file of ours without its checksum",
        raw_file(two + R"("__metadata__":{"format_version":"rdattnres-1"}})", 24), "metadata lacks checksum"},
+      {"a later format_version", raw_file(two + R"("__metadata__":{"format_version":"rdattnres-9"}})", 24),
+       "format_version is 'rdattnres-9', expected rdattnres-1"},
       {"a checksum that is wrong", raw_file(two + R"("__metadata__":{"checksum":"0123456789abcdef"}})", 24),
        "expected 0123456789abcdef: altered"},
   };

@@ -145,6 +145,6 @@ with case("the command line prints the loss of the first windows"):
         command = [sys.executable, program, str(checkpoint), str(shard), "--double"]
         output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     print("    " + output.strip().split("\n")[-1])
-    assert f"loss {np.log(131):.9g} nats a token over 72 tokens" in output
+    assert f"loss {np.log(131):.9g} nats per token over 72 tokens" in output
 
 finish()

@@ -21,7 +21,8 @@
 
 using Metadata = std::map<std::string, std::string>;
 
-constexpr size_t CHECKPOINT_CHUNK = 1 << 18;  // floats moved at a time
+constexpr size_t CHECKPOINT_CHUNK = 1 << 18;              // floats moved at a time
+constexpr const char* CHECKPOINT_FORMAT = "rdattnres-1";  // metadata "format_version"
 
 // ---- types of other programs ---------------------------------------------------------------------------
 // Weights from elsewhere may be stored in 16 bits: BF16 is the upper half of a float32, F16 is IEEE half.
@@ -264,6 +265,9 @@ struct Checkpoint {
 
   // A file of ours has a checksum; one from elsewhere has neither that nor our format_version.
   std::string check_data() const {
+    const auto version = metadata.find("format_version");
+    if (version != metadata.end() && version->second != CHECKPOINT_FORMAT)
+      return "format_version is '" + version->second + "', expected " + CHECKPOINT_FORMAT;
     if (!metadata.count("checksum")) return metadata.count("format_version") ? "metadata lacks checksum" : "";
     uint64_t sum = metadata_checksum(metadata);
     for (const auto& t : tensors) {
@@ -277,8 +281,6 @@ struct Checkpoint {
     return "checksum " + checksum_text(sum) + ", expected " + metadata.at("checksum") + ": altered";
   }
 };
-
-constexpr const char* CHECKPOINT_FORMAT = "rdattnres-1";  // metadata "format_version"
 
 // ---- writing -------------------------------------------------------------------------------------------
 struct CheckpointTensor {
@@ -354,9 +356,6 @@ inline Metadata config_to_metadata(const Config& c) {
 
 // Reads the sizes back. Returns the error, empty when all is well: a file from elsewhere may say anything.
 inline std::string config_from_metadata(const Metadata& metadata, Config* config) {
-  const auto version = metadata.find("format_version");
-  if (version != metadata.end() && version->second != CHECKPOINT_FORMAT)
-    return "metadata: format_version is '" + version->second + "', expected " + CHECKPOINT_FORMAT;
   Options o;
   for (const auto& field : config_to_metadata(Config())) {
     const auto found = metadata.find(field.first);

@@ -130,26 +130,9 @@ inline CharClass char_class(uint32_t code) {
     };
     fill(UNICODE_LETTERS, sizeof(UNICODE_LETTERS) / sizeof(uint16_t), CharClass::letter);
     fill(UNICODE_NUMBERS, sizeof(UNICODE_NUMBERS) / sizeof(uint16_t), CharClass::number);
-    static const uint16_t spaces[] = {0x09,
-                                      5,
-                                      0x20 - 0x0E,
-                                      1,
-                                      0x85 - 0x21,
-                                      1,
-                                      0xA0 - 0x86,
-                                      1,
-                                      0x1680 - 0xA1,
-                                      1,
-                                      0x2000 - 0x1681,
-                                      11,
-                                      0x2028 - 0x200B,
-                                      2,
-                                      0x202F - 0x202A,
-                                      1,
-                                      0x205F - 0x2030,
-                                      1,
-                                      0x3000 - 0x2060,
-                                      1};
+    // As \s: U+0009-000D, 0020, 0085, 00A0, 1680, 2000-200A, 2028-2029, 202F, 205F, 3000.
+    static const uint16_t spaces[] = {9,    5,  18, 1, 100, 1, 26, 1, 5599, 1,
+                                      2431, 11, 29, 2, 5,   1, 47, 1, 4000, 1};
     fill(spaces, sizeof(spaces) / sizeof(uint16_t), CharClass::space);
     return table;
   }();

@@ -164,7 +164,7 @@ class RDAttnRes(nn.Module):
         return (self.final_norm * rmsnorm(h_out)) @ self.wte[:c.V].T  # padding rows take no part
 
     def loss(self, tokens, targets):
-        """Mean cross-entropy in nats a token; tokens, targets (B,T)."""
+        """Mean cross-entropy in nats per token; tokens, targets (B,T)."""
         return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
 
 
@@ -199,7 +199,7 @@ def main():
     with torch.no_grad():
         losses = [model.loss(x[None], y[None]).item() for x, y in zip(tokens, targets)]
     print(model.config)
-    print(f"loss {np.mean(losses):.9g} nats a token over {tokens.numel()} tokens")
+    print(f"loss {np.mean(losses):.9g} nats per token over {tokens.numel()} tokens")
 
 
 if __name__ == "__main__":
