@@ -1,7 +1,13 @@
 // compare.h - how tests compare numbers: equal bits, or an error that follows from the arithmetic.
 //
-// A tolerance is never chosen by hand. The same computation is done by plain loops in the same precision, and
-// both are held against a wider one: ours may be off by a small multiple of what the plain loops are off.
+// The same computation is done by plain loops in the same precision, and both are held against a wider one.
+// Plain loops round each operation to the nearest number, so by half a unit in the last place (ulp) at most.
+// What is tested may do the same operations in another order, with instructions that are off by up to two ulp
+// (exp, 1 / sqrt; CUDA C++ Programming Guide, "Mathematical Functions"): each error is at most four times as
+// large, and so are the root mean squares of all. The largest of n errors lies between their rms and about
+// sqrt(2 ln n) of it, 5 for a million, so between two programs the largest may differ by four times as much
+// again. And where the plain loops happen to be exact, a weight, a product, a sum and the result may still
+// round: four times an ulp.
 #pragma once
 #include <cmath>
 #include <cstring>
@@ -16,7 +22,15 @@
 
 constexpr double ERROR_RATIO = 4;     // our error against the plain loops', rms over rms
 constexpr double LARGEST_RATIO = 16;  // and the largest over the largest
-constexpr double ROUNDINGS = 4;       // and so many roundings more, for what the plain loops get exactly
+constexpr double ROUNDINGS = 4;       // of one ulp each, where the plain loops are exact
+
+// How far a float32 sum of products of bf16 numbers may be off on a tensor core, which truncates (Fasi, Higham,
+// Mikaitis, Pranesh: Numerical behavior of NVIDIA tensor cores, 2021): every term loses less than an ulp,
+// 2^-23, of a partial sum. Of independent factors around zero, with root mean squares a and b, no partial sum
+// has a root mean square above sqrt(terms) a b.
+inline double truncated_sum(size_t terms, double a, double b) {
+  return double(terms) * 0x1p-23 * std::sqrt(double(terms)) * a * b;
+}
 
 template <class X>
 double epsilon() {
@@ -51,15 +65,15 @@ double rms(const std::vector<X>& values) {
   return rms(values.data(), values.size());
 }
 
-// Differences from the exact values, over the rms of those: their rms and the largest. Infinite if anything is
-// not finite.
+// Differences from the exact values, over `unit`, by default the rms of those: their rms and the largest.
+// Infinite if anything is not finite.
 struct Error {
   double rms = 0, largest = 0;
 };
 
 template <class X, class Y>
-Error error_of(const X* got, const Y* exact, size_t n) {
-  const double scale = rms(exact, n);
+Error error_of(const X* got, const Y* exact, size_t n, double unit = 0) {
+  const double scale = unit > 0 ? unit : rms(exact, n);
   std::vector<double> differences(n);
   Error error;
   for (size_t i = 0; i < n; i++) {
@@ -71,8 +85,8 @@ Error error_of(const X* got, const Y* exact, size_t n) {
   return error;
 }
 template <class X, class Y>
-Error error_of(const std::vector<X>& got, const std::vector<Y>& exact) {
-  return got.size() == exact.size() ? error_of(got.data(), exact.data(), got.size())
+Error error_of(const std::vector<X>& got, const std::vector<Y>& exact, double unit = 0) {
+  return got.size() == exact.size() ? error_of(got.data(), exact.data(), got.size(), unit)
                                     : Error{INFINITY, INFINITY};
 }
 
@@ -81,10 +95,11 @@ inline Error larger(const Error& a, const Error& b) {
 }
 
 // The rule for every output: not much worse than plain loops on the whole, and nowhere much worse than they are
-// at their worst. `real` is the precision of both.
+// at their worst. `real` is the precision of both; `allowed` is what this output may be off besides, relative
+// like the errors, where the arithmetic says so: a truncated_sum, say.
 template <class real>
-bool check_error(const std::string& what, const Error& ours, const Error& plain) {
-  const double floor = ROUNDINGS * epsilon<real>();
+bool check_error(const std::string& what, const Error& ours, const Error& plain, double allowed = 0) {
+  const double floor = ROUNDINGS * epsilon<real>() + allowed;
   const bool on_the_whole = CHECK_CLOSE(ours.rms, 0, ERROR_RATIO * plain.rms + floor);
   const bool anywhere = CHECK_CLOSE(ours.largest, 0, LARGEST_RATIO * plain.largest + floor);
   if (!on_the_whole || !anywhere)

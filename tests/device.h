@@ -5,8 +5,7 @@
 //   plain   the same loop in float, its results rounded to the storage type: what any plain code of this
 //           precision gives
 //   got     the kernel
-// Errors are relative to the root mean square of what is wanted: their root mean square, and the largest. The
-// kernel may be FACTOR times as wrong as the plain code.
+// How wrong the kernel may be: compare.h.
 //
 // Include it after train_rdattnres.cu (TESTING) and check.h.
 #pragma once
@@ -15,11 +14,11 @@
 #include <cstring>
 #include <vector>
 
+#include "tests/compare.h"    // error_of, check_error
 #include "tests/reference.h"  // round_bf16
 
 using gpu::bf16;
 using reference::round_bf16;
-constexpr double FACTOR = 4;
 
 // ---- numbers -------------------------------------------------------------------------------------------
 
@@ -104,33 +103,17 @@ using Ints = Array<int>;
 
 // ---- comparing -----------------------------------------------------------------------------------------
 
-struct Error {
-  double rms, max;
-};
-inline double root_mean_square(const Numbers& v) {
-  double squares = 0;
-  for (double x : v) squares += x * x;
-  return std::sqrt(squares / double(v.size()));
-}
-inline Error error_of(const Numbers& got, const Numbers& want, double unit) {
-  double squares = 0, largest = 0;
-  for (size_t i = 0; i < want.size(); i++) {
-    const double e = std::fabs(got[i] - want[i]);
-    squares += e * e;
-    largest = e <= largest ? largest : e;  // keeps a NaN
-  }
-  return {std::sqrt(squares / double(want.size())) / unit, largest / unit};
-}
-// A few last digits are free: where the plain code happens to be exact, a different order of sums is not.
+// `unit`: what errors are relative to, the rms of `want` where none is given. `allowed`: see check_error;
+// absolute.
 template <class X>
-void compare(const char* what, const Numbers& got, const Numbers& plain, const Numbers& want, double unit = 0) {
-  if (!CHECK_EQ(got.size(), want.size())) return;
-  if (unit == 0) unit = root_mean_square(want);
-  const double epsilon = 0x1p-23;
-  const Error g = error_of(got, want, unit), p = error_of(rounded_to<X>(plain), want, unit);
-  printf("       %-28s error %.2e, plain %.2e   largest %.2e, plain %.2e\n", what, g.rms, p.rms, g.max, p.max);
-  CHECK(g.rms <= FACTOR * p.rms + epsilon);
-  CHECK(g.max <= FACTOR * p.max + 4 * epsilon);
+void compare(const std::string& what, const Numbers& got, const Numbers& plain, const Numbers& want,
+             double unit = 0, double allowed = 0) {
+  if (unit == 0) unit = rms(want);
+  if (unit == 0) unit = 1;
+  const Error ours = error_of(got, want, unit), by_plain = error_of(rounded_to<X>(plain), want, unit);
+  printf("       %-28s error %.2e, plain %.2e   largest %.2e, plain %.2e   allowed besides %.1e\n",
+         what.c_str(), ours.rms, by_plain.rms, ours.largest, by_plain.largest, allowed / unit);
+  check_error<float>(what, ours, by_plain, allowed / unit);
 }
 template <class X>
 const char* type_name() {

@@ -4,8 +4,8 @@
 //   want    the CPU trainer in double
 //   plain   for fp32 the CPU trainer in float; for bf16 the plain loops of reference.h, in float, rounding to
 //           bf16 where train_rdattnres.cu says that it does
-//   got     the CUDA trainer, which may be FACTOR times as wrong as the plain code
-// Errors are root mean squares, relative to that of what is wanted. Then what must not change a bit: two runs,
+//   got     the CUDA trainer; how wrong it may be: compare.h
+// Then what must not change a bit: two runs,
 // tied instead of block, recomputation, resuming, the chunks of the classifier; and checkpoints that go to the
 // CPU trainer and back.
 #define TESTING
@@ -24,16 +24,10 @@
 #include <array>
 
 #include "tests/check.h"
-#include "tests/child.h"      // in_child, refuses
-#include "tests/reference.h"  // plain loops that round to bf16
-
-using gpu::bf16;
-using reference::round_bf16;
-using Numbers = std::vector<double>;
+#include "tests/child.h"   // in_child, refuses
+#include "tests/device.h"  // compare: errors of numbers
 
 constexpr size_t B = 2, T = 37, V = 131;
-constexpr double FACTOR = 3;
-constexpr double EXACT = 0x1p-22;  // a last digit of float32 is free: the plain code may be exact by chance
 // The emulator's slow builds look for races and overruns: every kernel once is enough there, and numbers are
 // the fast build's business where they take long.
 #if defined(EMU_RACE) || defined(ADDRESS_SANITIZER)
@@ -43,10 +37,6 @@ constexpr bool BRIEF = false;
 #endif
 template <class floatX>
 constexpr bool is_bf16 = std::is_same<floatX, bf16>::value;
-template <class floatX>
-const char* type_name() {
-  return is_bf16<floatX> ? "bf16" : "fp32";
-}
 
 Config small_config(Arch arch, size_t S) {
   Config c;
@@ -234,22 +224,7 @@ Result result_on_gpu(const Config& c, const Batch& data, bool recompute = false,
   gpu::model_free(m);
   return r;
 }
-// Relative to the root mean square of what is wanted, as far as `got` goes
-double error_of(const Numbers& got, const Numbers& want) {
-  double squares = 0, wanted = 0;
-  for (size_t i = 0; i < got.size(); i++)
-    squares += (got[i] - want[i]) * (got[i] - want[i]), wanted += want[i] * want[i];
-  return wanted == 0 ? std::sqrt(squares) : std::sqrt(squares / wanted);
-}
 bool same_bits(const Result& a, const Result& b) { return a.loss == b.loss && a.grads == b.grads; }
-void judge(const char* what, double error, double plain) {
-  printf("       %-20s error %.2e, plain %.2e, ratio %.2f\n", what, error, plain, error / plain);
-  CHECK(error <= FACTOR * plain + EXACT);
-}
-void compare(const char* what, const Numbers& got, const Numbers& plain, const Numbers& want) {
-  if (CHECK_EQ(got.size(), want.size())) judge(what, error_of(got, want), error_of(plain, want));
-}
-
 template <class floatX>
 void test_gradients(Arch arch, size_t S) {
   const Config c = small_config(arch, S);
@@ -258,10 +233,10 @@ void test_gradients(Arch arch, size_t S) {
   const Result want = result_double(c, data);
   const Result plain = is_bf16<floatX> ? result_bf16(c, data) : result_float(c, data);
   const Result got = result_on_gpu<floatX>(c, data);
-  compare("losses", got.losses, plain.losses, want.losses);
+  compare<float>("losses", got.losses, plain.losses, want.losses);
   for (size_t n = 0; n < got.grads.size(); n++)
     if (!want.grads[n].empty())
-      compare(("d " + got.names[n]).c_str(), got.grads[n], plain.grads[n], want.grads[n]);
+      compare<float>("d " + got.names[n], got.grads[n], plain.grads[n], want.grads[n]);
   if (c.has_routes()) {  // the first attention site has one source: its queries and gain get no gradient at all
     for (int id : {TENSOR_attn_route_qk, TENSOR_attn_route_v, TENSOR_attn_route_gain})
       for (size_t i = 0; i < c.C && !got.grads[size_t(id)].empty(); i++) CHECK(got.grads[size_t(id)][i] == 0);
@@ -356,11 +331,11 @@ void test_training(Arch arch) {
       printf("       step %2zu: loss %.7f, plain %.7f, want %.7f   norm %.6f, plain %.6f, want %.6f\n", i + 1,
              whole.losses[i], by_plain.losses[i], want.losses[i], whole.norms[i], by_plain.norms[i],
              want.norms[i]);
-    compare("losses", whole.losses, by_plain.losses, want.losses);
-    compare("norms", whole.norms, by_plain.norms, want.norms);
-    compare("last token losses", last_losses, numbers(plain.acts.losses, 2 * T),
-            numbers(reference.acts.losses, 2 * T));
-    compare("parameters", numbers(end), numbers(plain.params.wte, n), numbers(reference.params.wte, n));
+    compare<float>("losses", whole.losses, by_plain.losses, want.losses);
+    compare<float>("norms", whole.norms, by_plain.norms, want.norms);
+    compare<float>("last token losses", last_losses, numbers(plain.acts.losses, 2 * T),
+                   numbers(reference.acts.losses, 2 * T));
+    compare<float>("parameters", numbers(end), numbers(plain.params.wte, n), numbers(reference.params.wte, n));
   }
   cpu_double::model_free(reference);
 
@@ -416,9 +391,11 @@ void test_training(Arch arch) {
     if (judged) {
       // Sums in another order, as close to what is wanted. Two losses and norms are too few to judge the plain
       // code by: it is judged by all its steps.
-      compare(format("parameters, %zu rows", rows).c_str(), numbers(parameters_of(other)), plain_two, want_two);
-      judge("losses", error_of(steps.losses, want.losses), error_of(by_plain.losses, want.losses));
-      judge("norms", error_of(steps.norms, want.norms), error_of(by_plain.norms, want.norms));
+      compare<float>(format("parameters, %zu rows", rows), numbers(parameters_of(other)), plain_two, want_two);
+      check_error<float>("losses", error_of(steps.losses.data(), want.losses.data(), 2),
+                         error_of(by_plain.losses, want.losses));
+      check_error<float>("norms", error_of(steps.norms.data(), want.norms.data(), 2),
+                         error_of(by_plain.norms, want.norms));
     }
     gpu::model_free(other);
   }
@@ -533,12 +510,12 @@ void test_zero_queries() {
     cpu_double::model_loss(reference, tokens, targets, B, T);
     want[n] = numbers(reference.acts.losses, B * T);
     cpu_double::model_free(reference);
-    compare(ARCH_NAMES[int(c.arch)], got[n], plain[n], want[n]);
+    compare<float>(ARCH_NAMES[int(c.arch)], got[n], plain[n], want[n]);
   }
   CHECK(got[0] == got[1]);
-  const double apart = error_of(got[0], got[2]), by_eps = error_of(want[0], want[2]);
+  const double apart = error_of(got[0], got[2]).rms, by_eps = error_of(want[0], want[2]).rms;
   printf("       rd and residual are %.2e apart; by eps alone %.2e\n", apart, by_eps);
-  CHECK(apart <= by_eps + FACTOR * (error_of(plain[0], want[0]) + error_of(plain[2], want[2])));
+  CHECK(apart <= by_eps + ERROR_RATIO * (error_of(plain[0], want[0]).rms + error_of(plain[2], want[2]).rms));
 }
 
 Numbers route_numbers(const RouteStats& stats) {
@@ -576,8 +553,8 @@ void test_validation() {
     for (float loss : losses) sum += double(loss);
   }
   CHECK_EQ(got.loss, sum / double(got.tokens));
-  compare("route statistics", route_numbers(got.routes), route_numbers(plain.routes),
-          route_numbers(want.routes));
+  compare<float>("route statistics", route_numbers(got.routes), route_numbers(plain.routes),
+                 route_numbers(want.routes));
   CHECK(got.loss == validate(wide, data, 9 * T).loss);  // the batch does not show
   std::vector<float> logits, logits_want, logits_plain;
   double largest = 0;            // error of the plain code
@@ -587,8 +564,7 @@ void test_validation() {
     gpu::next_token_logits(m, context, logits);
     cpu_double::next_token_logits(reference, context, logits_want);
     PLAIN(floatX, next_token_logits(yardstick, context, logits_plain));
-    compare(format("logits after %zu", n).c_str(), numbers(logits), numbers(logits_plain),
-            numbers(logits_want));
+    compare<float>(format("logits after %zu", n), numbers(logits), numbers(logits_plain), numbers(logits_want));
     for (size_t v = 0; v < V; v++)
       largest = std::max(largest, std::fabs(double(logits_plain[v]) - logits_want[v]));
   }
@@ -609,7 +585,7 @@ void test_validation() {
     cpu_double::next_token_logits(reference, before, logits_want);
     const float best = *std::max_element(logits_want.begin(), logits_want.end());
     const float chosen = logits_want[size_t(text[n])];
-    CHECK(best - chosen <= 2 * FACTOR * largest);
+    CHECK(best - chosen <= 2 * ERROR_RATIO * largest);
     others += chosen < best;
   }
   printf("       %zu tokens, %zu not the first choice in double; plain logits are off by up to %.1e\n", more,

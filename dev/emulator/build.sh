@@ -8,7 +8,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 mode=$1 source=$2 output=$3
 shift 3 || { sed -n 2,5p "$0" >&2; exit 2; }
 cxx=${CXX:-g++}
-common="-std=c++17 -g -Wall -Wextra -Wno-unknown-pragmas -fno-strict-aliasing"
+common="-std=c++17 -g -Wall -Wextra -Wno-unknown-pragmas -fno-strict-aliasing -frounding-math"
 case $mode in
   fast) engine=""           program="-Og -march=native -fopenmp" link="-fopenmp" ;;
   asan) engine="-DEMU_ASAN" link="-Og -fopenmp -fsanitize=address,undefined -fno-sanitize-recover=undefined"

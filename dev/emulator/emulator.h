@@ -49,6 +49,11 @@ enum class Order { forward, reverse, random };
 extern Order order;          // EMU_ORDER=forward|reverse|random: threads, blocks, asynchronous copies, streams
 extern uint64_t seed;        // EMU_SEED, for the random order
 extern size_t device_bytes;  // EMU_MEMORY_MB: memory of the pretended card
+struct Card {
+  int major, minor;     // compute capability
+  size_t shared_bytes;  // of shared memory that a block may ask for
+};
+extern Card card;  // EMU_CARD=8.0|8.6|8.9|9.0|10.0|12.0
 
 // ---- errors: one line, then kernel, block and thread; exit status 86 ----------------------------------
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));

@@ -280,13 +280,14 @@ void start(Launch l, Stream* stream) {
   const dim3 g = l.grid, b = l.block;
   const size_t threads = size_t(b.x) * b.y * b.z;
   const bool grid_fits = g.x && g.y && g.z && g.x <= 0x7FFFFFFF && g.y <= 65535 && g.z <= 65535;
-  if (!grid_fits || !threads || threads > MAX_THREADS || b.z > 64 || l.shared_bytes > MAX_SHARED ||
+  if (!grid_fits || !threads || threads > MAX_THREADS || b.z > 64 || l.shared_bytes > card.shared_bytes ||
       l.parameter_bytes > MAX_PARAMETERS)
     fail(
         "bad configuration of %s: grid (%u,%u,%u), block (%u,%u,%u), shared memory %zu, parameters %zu bytes;"
-        " expected 1..%zu threads, grid x < 2^31, y and z < 2^16, shared memory <= %zu, parameters <= %zu",
+        " expected 1..%zu threads, grid x < 2^31, y and z < 2^16, shared memory <= %zu (compute %d.%d),"
+        " parameters <= %zu",
         l.kernel.c_str(), g.x, g.y, g.z, b.x, b.y, b.z, l.shared_bytes, l.parameter_bytes, MAX_THREADS,
-        MAX_SHARED, MAX_PARAMETERS);
+        card.shared_bytes, card.major, card.minor, MAX_PARAMETERS);
   enqueue(stream, [l = std::move(l)] { run_grid(l); });
 }
 

@@ -1,5 +1,6 @@
 // engine.h - what the emulator's own files share; programs never see it.
 #pragma once
+#include <cfenv>
 #include <cstdlib>
 #include <functional>
 #include <vector>
@@ -12,7 +13,7 @@
 namespace emu {
 constexpr int FAILED = 86;  // exit status of fail()
 constexpr size_t MAX_THREADS = 1024, MAX_PARAMETERS = 4096;
-constexpr size_t MAX_SHARED = 163 * 1024, GAP = 1024;  // an A100's; a gap lies before and behind it
+constexpr size_t MAX_SHARED = 227 * 1024, GAP = 1024;  // of any card; a gap lies before and behind it
 constexpr size_t SHARED_ROOM = GAP + MAX_SHARED + GAP;
 constexpr size_t PAGE = 4096, STACK = 64 * PAGE, GUARD = 16 * PAGE;  // of a thread
 
@@ -70,6 +71,15 @@ void parallel_for(size_t n, const std::function<void(size_t)>& f);  // f(0) .. f
 // tensor.cpp
 void commit_copies();
 void land_copies(int groups_in_flight);
+// While it lives, sums round towards zero, as in a tensor core (Fasi et al., Numerical behavior of NVIDIA
+// tensor cores, 2021). A card truncates sums of a few products, here every one: no card is less precise.
+struct Truncating {
+  const int before = fegetround();
+  explicit Truncating(bool on) {
+    if (on) fesetround(FE_TOWARDZERO);
+  }
+  ~Truncating() { fesetround(before); }
+};
 // runtime.cpp
 void enqueue(Stream*, std::function<void()> work);  // done at once, or as late as the program allows
 void drain(Stream*);                                // do what is queued

@@ -26,8 +26,9 @@ static void store(const Matrix& x, size_t row, size_t col, float v) {
     *reinterpret_cast<__nv_bfloat16*>(at) = v;
 }
 
-// Both operands become floats first. Sums are float32, in the order of k, and rounded once, to D's type. The
-// sums of 32 rows stay in registers, and belong to one core: any number of cores gives the same bits.
+// Both operands become floats first. Sums are float32, in the order of k, those of bf16 products truncated, and
+// rounded once, to D's type. The sums of 32 rows stay in registers, and belong to one core: any number of cores
+// gives the same bits.
 typedef float Lanes __attribute__((vector_size(32)));
 struct Strip {
   static constexpr size_t ROWS = 32;
@@ -45,6 +46,7 @@ static void gemm(bool ta, bool tb, float alpha, Matrix a, Matrix b, float beta, 
     std::vector<Strip> strips(K);  // of op(A): for each k its 32 rows, zeros beyond the last
     for (size_t k = 0; k < K; k++)
       for (size_t i = 0; i < rows; i++) strips[k][i] = ta ? load(a, k, i0 + i) : load(a, i0 + i, k);
+    const Truncating sums(a.type == CUDA_R_16BF);
     for (size_t j = 0; j < n; j++) {
       Strip sum = {};
       for (size_t k = 0; k < K; k++)

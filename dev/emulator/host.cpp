@@ -33,6 +33,17 @@ Order order = [] {
 }();
 uint64_t seed = strtoull(setting("EMU_SEED", "1"), nullptr, 10);
 size_t device_bytes = strtoull(setting("EMU_MEMORY_MB", "8192"), nullptr, 10) << 20;
+Card card = [] {  // CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"
+  const std::string s = setting("EMU_CARD", "8.0");
+  for (Card c : {Card{8, 0, 163 << 10},
+                 {8, 6, 99 << 10},
+                 {8, 9, 99 << 10},
+                 {9, 0, 227 << 10},
+                 {10, 0, 227 << 10},
+                 {12, 0, 99 << 10}})
+    if (s == std::to_string(c.major) + "." + std::to_string(c.minor)) return c;
+  fail("EMU_CARD is %s, expected 8.0, 8.6, 8.9, 9.0, 10.0 or 12.0", s.c_str());
+}();
 
 unsigned random_below(unsigned n) {  // xorshift; a block has its own state, so that cores do not matter
   static uint64_t host_state = 0, host_seed = 0;

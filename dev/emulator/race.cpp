@@ -283,8 +283,8 @@ static int compare_exchange(T* p, T* before, T v) {
   return __atomic_compare_exchange_n(p, before, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
 }
 ATOMICS(8, uint8_t)
-ATOMICS(16, uint16_t) ATOMICS(32, uint32_t)
-    ATOMICS(64, uint64_t) extern "C" void __tsan_atomic_thread_fence(int) {}
+ATOMICS(16, uint16_t)
+ATOMICS(32, uint32_t) ATOMICS(64, uint64_t) extern "C" void __tsan_atomic_thread_fence(int) {}
 extern "C" void __tsan_vptr_update(void*, void*) {}
 extern "C" void __tsan_vptr_read(void*) {}
 extern "C" void __tsan_func_entry(void*) {}

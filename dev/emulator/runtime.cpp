@@ -160,8 +160,8 @@ cudaError_t cudaGetDeviceCount(int* count) {
 }
 cudaError_t cudaSetDevice(int device) { return result(device == 0 ? cudaSuccess : cudaErrorInvalidDevice); }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int device) {
-  // An A100's limits, but few multiprocessors, so that grids sized by their number must loop.
-  *p = {"CPU emulator", 8, 0, 4, 1 << 20, 163 << 10};
+  // Few multiprocessors, so that grids sized by their number must loop.
+  *p = {"CPU emulator", card.major, card.minor, 4, 1 << 20, card.shared_bytes};
   return cudaSetDevice(device);
 }
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {

@@ -44,6 +44,7 @@ void multiply_add(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b
         for (int i = 0; i < 4; i++) A[y + 8 * (i & 1)][x + 8 * (i >> 1)] = half_of(lane[l]->a[i], high);
         for (int i = 0; i < 2; i++) B[x + 8 * i][y] = half_of(lane[l]->b[i], high);
       }
+    const Truncating sums(true);
     for (int y = 0; y < 16; y++) {
       float row[8] = {};
       for (int k = 0; k < 16; k++)
