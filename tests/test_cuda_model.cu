@@ -5,9 +5,8 @@
 //   plain   for fp32 the CPU trainer in float; for bf16 the plain loops of reference.h, in float, rounding to
 //           bf16 where train_rdattnres.cu says that it does
 //   got     the CUDA trainer; how wrong it may be: compare.h
-// Then what must not change a bit: two runs,
-// tied instead of block, recomputation, resuming, the chunks of the classifier; and checkpoints that go to the
-// CPU trainer and back.
+// Then what must not change a bit: two runs, tied instead of block, recomputation, resuming, the chunks of the
+// classifier; and checkpoints that go to the CPU trainer and back.
 #define TESTING
 #define CPU_NAMESPACE cpu_double
 #define REAL double
