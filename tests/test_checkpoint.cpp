@@ -175,6 +175,46 @@ static std::string raw_file(const std::string& header, size_t data_bytes, uint64
   return std::string(reinterpret_cast<const char*>(&length), 8) + header + std::string(data_bytes, '\0');
 }
 
+static void test_from_elsewhere(const Scratch& folder) {
+  const std::string path = folder / "elsewhere.safetensors", index = path + ".index.json";
+  TEST("weights in 16 bits: both types, signs, the smallest, the largest and what is no number");
+  std::string bytes = raw_file(R"({"h":{"dtype":"F16","shape":[8],"data_offsets":[0,16]},)"
+                               R"("b":{"dtype":"BF16","shape":[3],"data_offsets":[16,22]}})",
+                               0);
+  const uint16_t words[] = {0x3C00, 0xC400, 0x0001, 0x83FF, 0x0400, 0x7BFF,
+                            0xFC00, 0x7E00, 0x3F80, 0xC0A0, 0x0001};
+  bytes.append(reinterpret_cast<const char*>(words), sizeof(words));
+  write_file(path, bytes);
+  const Checkpoint halves = Checkpoint::open(path);
+  std::vector<float> got;
+  const auto put = [&](size_t, size_t n, const float* chunk) { got.insert(got.end(), chunk, chunk + n); };
+  halves.read("h", {8}, put);
+  halves.read("b", {3}, put);
+  const float want[] = {
+      1, -4, std::ldexp(1.f, -24), std::ldexp(-1023.f, -24), std::ldexp(1.f, -14), 65504, -INFINITY, NAN,
+      1, -5, std::ldexp(1.f, -133)};
+  CHECK_EQ(got.size(), 11u);
+  for (size_t i = 0; i < got.size(); i++) CHECK(i == 7 ? std::isnan(got[i]) : got[i] == want[i]);
+
+  TEST("sizes from config.json beside weights without metadata; one that is no JSON is named");
+  const std::string beside = folder / "config.json";
+  write_file(beside, R"({"layers": 7, "block_size": 4, "arch": "block", "ffn": null, "vocab_size": 9})");
+  const Metadata sizes = Checkpoint::open(path).metadata;
+  CHECK(sizes == (Metadata{{"layers", "7"}, {"block-size", "4"}, {"arch", "block"}}));
+  write_file(beside, R"({"layers": 7,})");
+  Checkpoint bad;
+  CHECK_EQ(bad.try_open(path), path + ": " + beside + ": bad JSON at byte 13: expected a name in quotes");
+  remove(beside.c_str());
+
+  TEST("a model in several files is refused by its index");
+  remove(path.c_str());
+  write_file(index, "{}");
+  Checkpoint several;
+  CHECK_EQ(several.try_open(path),
+           index + ": a model in several files, expected one: save it with a larger max_shard_size");
+  remove(index.c_str());
+}
+
 static void test_hostile(const Scratch& folder) {
   const std::string path = folder / "hostile.safetensors";
   const std::string two = R"({"a":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},)";  // b follows
@@ -583,6 +623,7 @@ int main() {
   Scratch folder;
   test_round_trip(folder);
   test_config(folder);
+  test_from_elsewhere(folder);
   test_hostile(folder);
   test_damage(folder);
   test_writing(folder);
