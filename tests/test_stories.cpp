@@ -36,35 +36,32 @@ struct Reader {
     for (const auto& one : holder)
       if (one.second == who) place[one.first] = where;
   }
-  // Two who meet are in one place, which one of them may tell.
-  void meet(const std::string& a, const std::string& b, const std::string& sentence) {
-    const std::string at_a = place[a], at_b = place[b];
-    if (at_a.empty() && !at_b.empty()) go(a, at_b);
-    if (at_b.empty() && !at_a.empty()) go(b, at_a);
-    if (!at_a.empty() && !at_b.empty() && at_a != at_b) broken = sentence;
+  // Two who meet are in one place, which one of them may tell. False if they cannot meet.
+  bool meet(const std::string& a, const std::string& b) {
+    if (place[a].empty()) go(a, place[b]);
+    if (place[b].empty()) go(b, place[a]);
+    return place[a] == place[b];
   }
   void read(const std::string& sentence) {
     const std::vector<std::string> w = words(sentence);
-    const std::string who = w[0], verb = w[1];
-    if (verb == "went" && w.size() == 4) {
-      if (place[who] == w[3]) broken = sentence;
+    const std::string who = w[0], verb = w[1], thing = w[3];
+    bool sound = true;
+    if (verb == "went") {  // Ann went to Rome
+      sound = w.size() == 4 && place[who] != w[3];
       go(who, w[3]);
-    } else if (verb == "left" && w.size() == 6) {
-      if ((!holder[w[3]].empty() && holder[w[3]] != who) || place[w[3]] == w[5]) broken = sentence;
-      holder[w[3]] = "";
+    } else if (verb == "left") {  // Ann left the pen in Rome
+      sound = w.size() == 6 && (holder[thing].empty() || holder[thing] == who) && place[thing] != w[5];
+      holder[thing] = "";
       go(who, w[5]);
-      place[w[3]] = w[5];
-    } else if (verb == "took" && w.size() == 4) {
-      if (!holder[w[3]].empty()) broken = sentence;
-      meet(who, w[3], sentence);
-      holder[w[3]] = who;
-    } else if (verb == "gave" && w.size() == 6) {
-      if (holder[w[3]] != who || w[5] == who) broken = sentence;
-      meet(who, w[5], sentence);
-      holder[w[3]] = w[5];
-    } else {
-      broken = "not understood: " + sentence;
+      place[thing] = w[5];
+    } else if (verb == "took") {  // Ann took the pen
+      sound = w.size() == 4 && holder[thing].empty() && meet(who, thing);
+      holder[thing] = who;
+    } else {  // Ann gave the pen to Bob
+      sound = verb == "gave" && w.size() == 6 && holder[thing] == who && w[5] != who && meet(who, w[5]);
+      holder[thing] = w[5];
     }
+    if (!sound) broken = sentence;
   }
   std::string answer(const std::string& question) {
     const std::vector<std::string> w = words(question);
@@ -72,21 +69,12 @@ struct Reader {
   }
 };
 
-struct Line {
-  std::string text;
-  bool question;
-  size_t begin;
-};  // begin: of the text in the story
-
-std::vector<Line> sentences_of(const std::string& story) {
-  std::vector<Line> all;
-  size_t from = 0;
-  while (from < story.size()) {
-    const size_t line_end = story.find('\n', from);
-    const bool question = story.compare(from, 2, "Wh") == 0;
-    size_t end = question ? line_end : story.find('.', from) + 1;
-    all.push_back({story.substr(from, end - from), question, from});
-    from = end + 1;  // the blank or the line break
+// The sentences of a story, each up to its full stop; a question with its answer.
+std::vector<std::string> sentences_of(const std::string& story) {
+  std::vector<std::string> all;
+  for (size_t from = 0, end; from < story.size(); from = end + 1) {  // + 1: the blank or the line break
+    end = story.compare(from, 2, "Wh") == 0 ? story.find('\n', from) : story.find('.', from) + 1;
+    all.push_back(story.substr(from, end - from));
   }
   return all;
 }
@@ -107,49 +95,41 @@ size_t distance(const std::vector<std::string>& facts, const std::string& questi
 }
 
 void test_reading() {
-  TEST("every question is answered rightly by a reader of the words alone, and no story contradicts itself");
-  size_t asked = 0, first_kind_near = 0, first_kind = 0, others_near = 0;
+  TEST(
+      "a reader of the words alone answers every question, and no story contradicts itself; the sentence that "
+      "decides is the last one for questions of the first kind, and for no other");
+  size_t asked = 0, first_kind = 0;
   for (StorySplit split : SPLITS)
     for (size_t n = 0; n < MANY; n++) {
       const Story story = tell_story(split, n, n % 2 ? LENGTH : 256);
       Reader reader;
       std::vector<std::string> facts;
       size_t q = 0;
-      for (const Line& line : sentences_of(story.text)) {
-        if (!line.question) {
-          reader.read(line.text);
-          facts.push_back(line.text);
+      for (const std::string& sentence : sentences_of(story.text)) {
+        if (sentence.compare(0, 2, "Wh") != 0) {
+          reader.read(sentence);
+          facts.push_back(sentence);
           continue;
         }
-        const size_t mark = line.text.find('?');
-        if (!CHECK(q < story.questions.size() && mark != std::string::npos)) return;
+        if (!CHECK(q < story.questions.size())) return;
         const StoryQuestion& question = story.questions[q++];
-        const std::string asked_text = line.text.substr(0, mark + 1), answer = reader.answer(asked_text);
+        const std::string words = sentence.substr(0, sentence.find('?') + 1), answer = reader.answer(words);
         CHECK_EQ(question.answer, answer);
-        CHECK_EQ(line.text.substr(mark + 2), answer + ".");
-        asked++;
-        const bool near = distance(facts, asked_text) == 1;
-        if (question.kind == StoryKind::just_told)
-          first_kind++, first_kind_near += near;
-        else
-          others_near += near;
+        CHECK_EQ(sentence, words + " " + answer + ".");
+        CHECK_EQ(distance(facts, words) == 1, question.kind == StoryKind::just_told);
+        first_kind += question.kind == StoryKind::just_told;
       }
       CHECK_EQ(q, story.questions.size());
-      CHECK_EQ(reader.broken, std::string());
+      CHECK_EQ(reader.broken, "");
+      asked += q;
     }
-  printf("     %zu questions in %zu stories\n", asked, 3 * MANY);
-  CHECK(asked > 3 * MANY);
-
-  TEST("the sentence that decides is the last one for questions of the first kind, and for no other");
-  printf("     %zu of %zu of the first kind, %zu of the rest\n", first_kind_near, first_kind, others_near);
-  CHECK_EQ(others_near, size_t(0));
-  CHECK(first_kind > MANY);
-  CHECK_EQ(first_kind_near, first_kind);
+  printf("     %zu questions in %zu stories, %zu of the first kind\n", asked, 3 * MANY, first_kind);
+  CHECK(asked > 3 * MANY && first_kind > MANY);
 }
 
 void test_shape() {
   TEST("stories are ASCII lines of at most the length asked for, answers are where they are said to be");
-  size_t longest = 0, bytes = 0;
+  size_t longest = 0;
   for (size_t length : {size_t(64), size_t(100), LENGTH, size_t(256), size_t(1000)})
     for (size_t n = 0; n < 300; n++) {
       const Story story = tell_story(StorySplit::train, n, length);
@@ -168,9 +148,8 @@ void test_shape() {
         CHECK(tokens[q.end] == '.' && tokens[q.end + 1] == '\n');
         last = q.end;
       }
-      if (length == LENGTH) longest = std::max(longest, tokens.size()), bytes += tokens.size();
+      if (length == LENGTH) longest = std::max(longest, tokens.size());
     }
-  printf("     length %zu: longest %zu, mean %.1f tokens\n", LENGTH, longest, double(bytes) / 300);
   CHECK(longest > LENGTH - 25);
 
   TEST("a story is a function of its number, its split and the length, and of nothing else");
@@ -189,16 +168,10 @@ void test_shape() {
 void test_splits() {
   TEST("no held-out story is a training story, no test story a validation story");
   std::map<std::string, StorySplit> split_of;
-  std::map<StorySplit, size_t> count;
   for (StorySplit split : SPLITS)
-    for (size_t n = 0; n < (split == StorySplit::train ? 30000 : 5000); n++) {
-      const std::string text = tell_story(split, n, LENGTH).text;
-      const auto added = split_of.emplace(text, split);
-      CHECK(added.first->second == split);
-      count[split]++;
-    }
-  printf("     %zu training, %zu validation, %zu test stories; %zu different texts\n", count[SPLITS[0]],
-         count[SPLITS[1]], count[SPLITS[2]], split_of.size());
+    for (size_t n = 0; n < (split == StorySplit::train ? 30000 : 5000); n++)
+      CHECK(split_of.emplace(tell_story(split, n, LENGTH).text, split).first->second == split);
+  printf("     %zu different texts of 40000\n", split_of.size());
 
   TEST("story_tokens: one story after the other, each in a window of its own, as many as asked for");
   const std::vector<uint16_t> tokens = story_tokens(StorySplit::val, 5000, LENGTH);
@@ -213,42 +186,41 @@ void test_splits() {
 
 void test_guessing() {
   TEST("every kind is asked, and answers cannot be guessed: not from the kind, not from the question's words");
-  constexpr double CHANCE = 1.0 / 6;
+  // Six answers, equally likely: standard deviations by which the most frequent of n exceeds n / 6.
+  const auto excess = [](double most, double n) { return (most / n - 1.0 / 6) / std::sqrt(5.0 / 36 / n); };
   StoryMarks marks;
   std::map<std::string, std::map<std::string, size_t>> by_question;  // how often each answer is right
   for (size_t n = 0; n < 20000; n++) {
     const Story story = tell_story(StorySplit::train, n, LENGTH);
     for (const StoryQuestion& q : story.questions) {
       marks.add(q, true);
-      const size_t line = story.text.rfind('\n', q.begin - 2);
-      const size_t from = line == std::string::npos ? 0 : line + 1;
+      const size_t from = story.text.rfind('\n', q.begin - 2) + 1;  // npos + 1 is 0
       by_question[story.text.substr(from, story.text.find('?', from) - from)][q.answer]++;
     }
   }
   const StoryMarks::Row total = marks.total();
   for (size_t k = 0; k < NUM_STORY_KINDS; k++) {
     const StoryMarks::Row row = marks.row(StoryKind(k));
-    const double n = double(row.asked), guess = double(row.guessed) / n;
-    printf("     %-26s %6zu asked, best guess %.3f, latest name %.3f\n", STORY_KIND_NAMES[k], row.asked, guess,
-           double(row.latest) / n);
+    const double n = double(row.asked);
+    printf("     %-26s %6zu asked, best guess %.3f, latest name %.3f\n", STORY_KIND_NAMES[k], row.asked,
+           double(row.guessed) / n, double(row.latest) / n);
     CHECK(n > 0.01 * double(total.asked));
-    // Six answers, equally likely: the most frequent of them stays within chance of 1/6.
-    CHECK(guess < CHANCE + 4 * std::sqrt(CHANCE * (1 - CHANCE) / n));
+    CHECK(excess(double(row.guessed), n) < 4);
     CHECK(double(row.latest) / n <= MOST_LATEST[k]);
   }
-  const StoryMarks::Row back = marks.total(StoryKind::where_person);
-  printf("     one must look back for %.0f%%; there the latest name is right %.3f of the time\n",
-         100 * double(back.asked) / double(total.asked), double(back.latest) / double(back.asked));
+  const StoryMarks::Row back = marks.total(StoryKind::where_person);  // one must look back
   CHECK(double(back.asked) > 0.6 * double(total.asked) && double(back.latest) < 0.45 * double(back.asked));
   double worst = 0;
   size_t different = 0;
   for (const auto& question : by_question) {
     double n = 0, most = 0;
-    for (const auto& answer : question.second)
-      n += double(answer.second), most = std::max(most, double(answer.second));
+    for (const auto& answer : question.second) {
+      n += double(answer.second);
+      most = std::max(most, double(answer.second));
+    }
     if (n < 100) continue;
     different++;
-    worst = std::max(worst, (most / n - CHANCE) / std::sqrt(CHANCE * (1 - CHANCE) / n));
+    worst = std::max(worst, excess(most, n));
   }
   printf("     %zu wordings: the best answer to each exceeds 1/6 by %.1f standard deviations at most\n",
          different, worst);
@@ -258,20 +230,17 @@ void test_guessing() {
 void test_marks() {
   TEST("marking counts by kind: right answers, the most frequent one, the last name");
   StoryMarks marks;
-  const auto add = [&](StoryKind kind, const char* answer, const char* latest, bool right) {
-    marks.add({kind, 0, 0, answer, latest}, right);
+  marks.add({StoryKind::who_has, 0, 0, "Ann", "Ann"}, true);
+  marks.add({StoryKind::who_has, 0, 0, "Ann", "Bob"}, false);
+  marks.add({StoryKind::who_has, 0, 0, "Bob", "Ann"}, true);
+  marks.add({StoryKind::just_told, 0, 0, "Rome", "Oslo"}, false);
+  const auto is = [](const StoryMarks::Row& row, size_t asked, size_t right, size_t guessed, size_t latest) {
+    return row.asked == asked && row.right == right && row.guessed == guessed && row.latest == latest;
   };
-  add(StoryKind::who_has, "Ann", "Ann", true);
-  add(StoryKind::who_has, "Ann", "Bob", false);
-  add(StoryKind::who_has, "Bob", "Ann", true);
-  add(StoryKind::just_told, "Rome", "Oslo", false);
-  const StoryMarks::Row who = marks.row(StoryKind::who_has), told = marks.row(StoryKind::just_told);
-  const StoryMarks::Row all = marks.total(), back = marks.total(StoryKind::where_person);
-  CHECK(who.asked == 3 && who.right == 2 && who.guessed == 2 && who.latest == 1);
-  CHECK(told.asked == 1 && told.right == 0 && told.guessed == 1 && told.latest == 0);
-  CHECK(all.asked == 4 && all.right == 2 && all.guessed == 3 && all.latest == 1);
-  CHECK(back.asked == 3 && back.right == 2 && back.guessed == 2 && back.latest == 1);
-  CHECK(marks.row(StoryKind::carried).asked == 0);
+  CHECK(is(marks.row(StoryKind::who_has), 3, 2, 2, 1));
+  CHECK(is(marks.row(StoryKind::just_told), 1, 0, 1, 0));
+  CHECK(is(marks.total(), 4, 2, 3, 1));
+  CHECK(is(marks.total(StoryKind::where_person), 3, 2, 2, 1));
 }
 
 void test_hash() {
