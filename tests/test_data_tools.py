@@ -93,27 +93,21 @@ def greedy(documents, limit):
 
 def everything(folder, name="text"):
     """The documents of each split, in order, from shards of bytes."""
-    found = {}
+    found = {split: [] for split in SPLITS}
     for split in SPLITS:
-        found[split] = []
         for tokens in read_split(folder, split, name):
             assert tokens[0] == EOT, "a shard that does not begin with a document"
-            for token in tokens:
-                if token == EOT:
-                    found[split].append(bytearray())
-                else:
-                    found[split][-1].append(token)
-        found[split] = [bytes(d) for d in found[split]]
+            ends = [i for i, token in enumerate(tokens) if token == EOT] + [len(tokens)]
+            found[split] += [bytes(tokens[a + 1:b]) for a, b in zip(ends, ends[1:])]
     return found
 
 
 def by_split(documents, val=5, test=5):
     """What everything() should find."""
-    found = {split: [] for split in SPLITS}
-    for document in documents:
-        number = int(hashlib.sha256(document).hexdigest()[:8], 16) % 100
-        found["test" if number >= 100 - test else "val" if number >= 100 - test - val else "train"].append(document)
-    return found
+    numbers = [int(hashlib.sha256(document).hexdigest()[:8], 16) % 100 for document in documents]
+    bounds = {"train": (0, 100 - test - val), "val": (100 - test - val, 100 - test), "test": (100 - test, 100)}
+    return {split: [d for d, n in zip(documents, numbers) if first <= n < last]
+            for split, (first, last) in bounds.items()}
 
 
 def some_documents(seed, count, longest=200):
@@ -127,8 +121,7 @@ def some_documents(seed, count, longest=200):
 def convert(data, *flags, status=0, says="", **more):
     """Runs text_to_shards on one file; returns its documents by split, its folder if it must fail."""
     folder = fresh_folder()
-    path = write(folder, "in.txt", data)
-    run(TOOL, "--out", folder + "/out", *flags, path, status=status, says=says, **more)
+    run(TOOL, "--out", folder + "/out", *flags, write(folder, "in.txt", data), status=status, says=says, **more)
     if status == 0:
         return everything(folder + "/out")
     assert not glob.glob(folder + "/out/*.bin"), "a failed run left shards"
@@ -136,9 +129,7 @@ def convert(data, *flags, status=0, says="", **more):
 
 
 def train_only(data, *flags):
-    result = convert(data, "--val", "0", "--test", "0", *flags)
-    assert not result["val"] and not result["test"]
-    return result["train"]
+    return convert(data, "--val", "0", "--test", "0", *flags)["train"]
 
 
 def summary(found, shards=1):
@@ -151,38 +142,31 @@ def summary(found, shards=1):
 # ---- text_to_shards ------------------------------------------------------------------------------------
 
 def test_text_to_shards():
-    with case("blank lines separate documents; line breaks at their ends are dropped, nothing else"):
-        for text, want in [
-            (b"one", [b"one"]), (b"one\n", [b"one"]), (b"one\n\ntwo\n", [b"one", b"two"]),
-            (b"\n\n\none\n\n\n\n\ntwo\n\n\n", [b"one", b"two"]), (b"a\nb\n\nc", [b"a\nb", b"c"]),
-            (b"one\n  \t\ntwo\n ", [b"one", b"two"]), (b"one\r\n\r\ntwo\r\nthree\r\n", [b"one", b"two\r\nthree"]),
-            (b"  one  \n\n\ttwo", [b"  one  ", b"\ttwo"]), (b"\xef\xbb\xbfone\n\ntwo", [b"one", b"two"]),
-            (b"a\n\n\xef\xbb\xbfb", [b"a", b"\xef\xbb\xbfb"]), (b"nul\0byte\n\nx", [b"nul\0byte", b"x"]),
-            (b"<|endoftext|>", [b"<|endoftext|>"])]:
-            got = train_only(text)
-            assert got == want, f"{text}: got {got}, want {want}"
-
-    with case("any separator, with \\n, \\t, \\\\ in it"):
+    with case("a separator between documents, blank lines or any other; line breaks at their ends are dropped"):
         for flag, text, want in [
-            ("<|>", b"a\n\nb<|>c<|><|>\n<|>d\n", [b"a\n\nb", b"c", b"d"]), ("\\n", b"a\nb\n\nc", [b"a", b"b", b"c"]),
+            (None, b"\n\n\none\n\n\n\n\ntwo\n\n\n", [b"one", b"two"]), (None, b"a\nb\n\nc", [b"a\nb", b"c"]),
+            (None, b"one\n  \t\ntwo\n ", [b"one", b"two"]), (None, b"  one  \n\n\ttwo", [b"  one  ", b"\ttwo"]),
+            (None, b"one\r\n\r\ntwo\r\nthree\r\n", [b"one", b"two\r\nthree"]), (None, b"one", [b"one"]),
+            (None, b"\xef\xbb\xbfone\n\n\xef\xbb\xbftwo", [b"one", b"\xef\xbb\xbftwo"]),
+            (None, b"nul\0byte\n\nx", [b"nul\0byte", b"x"]), (None, b"<|endoftext|>", [b"<|endoftext|>"]),
+            ("<|>", b"a\n\nb<|>c<|><|>\n<|>d\n", [b"a\n\nb", b"c", b"d"]), ("aab", b"xaaaabyaab", [b"xaa", b"y"]),
             ("\\n---\\n", b"a\n---\nb---c\n----\nd", [b"a", b"b---c\n----\nd"]),
             ("\\t", b"a\\tb\tc", [b"a\\tb", b"c"]), ("\\\\t", b"a\\tb\tc", [b"a", b"b\tc"]),
-            ("\\r\\n", b"a\r\nb\nc", [b"a", b"b\nc"]), ("aab", b"xaaaabyaab", [b"xaa", b"y"])]:
-            got = train_only(text, "--separator", flag)
-            assert got == want, f"{flag}: got {got}, want {want}"
+            ("\\r\\n", b"a\r\nb\nc", [b"a", b"b\nc"])]:
+            got = train_only(text, *(["--separator", flag] if flag else []))
+            assert got == want, f"{flag}, {text}: got {got}, want {want}"
 
     with case("separators and characters across the edges of the pieces in which a file is read"):
-        piece = 1 << 20
+        piece, b = 1 << 20, b"b" * 10
         for before in (piece - 3, piece - 2, piece - 1, piece, 2 * piece - 1):
-            for separator in (b"\n\n", b"\n \t \n", b"\xc3\xa9\n\n\xc3\xa9"):
-                a, b = b"a" * before, b"b" * 10
-                want = [a, b] if separator[0] == 10 else [a + b"\xc3\xa9", b"\xc3\xa9" + b]
-                assert train_only(a + separator + b) == want, f"{before} bytes before {separator}"
-            assert train_only(a + b"<cut>" + b, "--separator", "<cut>") == [a, b]
-        one = b"a" * (piece - 1) + b"\n" + b"b" * piece
-        assert train_only(one) == [one]
+            a = b"a" * before
+            for separator in (b"\n\n", b"\n \t \n"):
+                assert train_only(a + separator + b) == [a, b], f"{before} bytes before {separator}"
+            assert train_only(a + b"\xc3\xa9\n\n" + b) == [a + b"\xc3\xa9", b], before
+            assert train_only(a + b"<cut>" + b, "--separator", "<cut>") == [a, b], before
+            assert train_only(a + b"\n" + a) == [a + b"\n" + a], before
 
-    with case("the split is the SHA-256 of the document, whatever stands around it, in any order of files"):
+    with case("the split is the SHA-256 of the document, whatever stands around it, in one file or two"):
         # Lengths 1 to 200 take the padding of the hash through every case of its block of 64 bytes.
         rng = random.Random(5)
         documents = [bytes(rng.choices(b"abcdefghijklmnopqrstuvwxyz", k=1 + i % 200)) for i in range(1200)]
@@ -191,12 +175,10 @@ def test_text_to_shards():
         for val, test in ((30, 0), (100, 0), (0, 100), (60, 40)):
             assert convert(text, f"--val={val}", "--test", str(test)) == by_split(documents, val, test)
         folder = fresh_folder()
-        a, b = (write(folder, name, b"\n\n".join(half)) for name, half in (("a", documents[:700]),
-                                                                            ("b", documents[700:])))
-        run(TOOL, "--out", folder + "/ab", a, b)
-        run(TOOL, "--out", folder + "/ba", b, a)
-        ab, ba = everything(folder + "/ab"), everything(folder + "/ba")
-        assert all(sorted(ab[s]) == sorted(ba[s]) for s in ab) and ab != ba
+        first, second = (write(folder, name, b"\n\n".join(half))
+                         for name, half in (("a", documents[:700]), ("b", documents[700:])))
+        run(TOOL, "--out", folder + "/out", first, second)
+        assert everything(folder + "/out") == by_split(documents)
 
     with case("--shard-tokens bounds shards, which begin with a document; a longer document has its own"):
         documents = some_documents(1, 300) + [b"long " * 300] + some_documents(2, 50)
@@ -234,13 +216,14 @@ def test_text_to_shards():
     with case("bytes that are not UTF-8: an error with their place, U+FFFD for each, or the document left out"):
         # A continuation byte alone, cut short, too long a form (twice), half a surrogate pair, past U+10FFFF,
         # no such byte.
-        for bad in (b"\x80", b"\xe4\xb8", b"\xc0\xaf", b"\xe0\x80\xaf", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\xff"):
+        for bad in (b"\x80", b"\xe4\xb8", b"\xc0\xaf", b"\xe0\x80\xaf", b"\xed\xa0\x80",
+                    b"\xf4\x90\x80\x80", b"\xff"):
             for text in (b"good\n\nab" + bad + b"c\n\nalso good", b"good\n\nab" + bad):
                 convert(text, status=1, says=f"in.txt: byte 8 (0x{bad[0]:02x}) is not UTF-8")
-                want = [d.replace(bad, b"\xef\xbf\xbd" * len(bad)) for d in text.split(b"\n\n")]
+                documents = text.split(b"\n\n")
+                want = [d.replace(bad, b"\xef\xbf\xbd" * len(bad)) for d in documents]
                 assert train_only(text, "--bad-utf8", "replace") == want, bad
-                good = [d for d in text.split(b"\n\n") if bad not in d]
-                assert train_only(text, "--bad-utf8=skip") == good, bad
+                assert train_only(text, "--bad-utf8=skip") == [d for d in documents if bad not in d], bad
 
     with case("the place of a bad byte: behind a byte order mark, far into a file, in the second file"):
         convert(b"\xef\xbb\xbfone\n\nab\xff", status=1, says="in.txt: byte 10 (0xff)")
@@ -254,32 +237,30 @@ def test_text_to_shards():
     with case("wrong flags: one line, exit status 2, nothing written"):
         folder = fresh_folder()
         path, out = write(folder, "a", b"a"), folder + "/out"
+        run(TOOL, path, status=2, says="--out")
+        run(TOOL, "--out", out, status=2, says="no text files")
+        run(TOOL, "--out", status=2, says="--out: no value")
         for flags, says in [
-            ((), "--out"), (("--out", out), "no text files"), (("--out",), "--out: no value"),
-            (("--out", out, "--val", "x", path), "--val: got 'x'"), (("--out", out, "--val", "101", path), "--val"),
-            (("--out", out, "--val=60", "--test=41", path), "60 + 41"),
-            (("--out", out, "--nonsense", "1", path), "--nonsense"),
-            (("--out", out, "--shard-tokens", "0", path), "--shard-tokens"),
-            (("--out", out, "--shard-tokens", "2147483648", path), "--shard-tokens"),
-            (("--out", out, "--shard-tokens", "99999999999999999999", path), "--shard-tokens"),
-            (("--out", out, "--max-document", "1073741825", path), "--max-document"),
-            (("--out", out, "--max-document", "0", path), "--max-document"),
-            (("--out", out, "--bad-utf8", "no", path), "--bad-utf8"),
-            (("--out", out, "--separator", "", path), "--separator"),
-            (("--out", out, "--name", "a/b", path), "--name")]:
-            run(TOOL, *flags, status=2, says=says)
-            assert not os.path.exists(out), f"{flags}: wrote something"
+            (["--val", "x"], "--val: got 'x'"), (["--val", "101"], "--val"), (["--val=60", "--test=41"], "60 + 41"),
+            (["--nonsense", "1"], "--nonsense"), (["--shard-tokens", "0"], "--shard-tokens"),
+            (["--shard-tokens", "2147483648"], "--shard-tokens"), (["--bad-utf8", "no"], "--bad-utf8"),
+            (["--shard-tokens", "99999999999999999999"], "--shard-tokens"), (["--name", "a/b"], "--name"),
+            (["--max-document", "1073741825"], "--max-document"), (["--max-document", "0"], "--max-document"),
+            (["--separator", ""], "--separator")]:
+            run(TOOL, "--out", out, *flags, path, status=2, says=says)
+        assert not os.path.exists(out), "wrote something"
         run(TOOL, "--help", says="usage:")
 
     with case("what cannot be read, written or trusted: one line, exit status 1, no shards"):
         folder = fresh_folder()
         path, out = write(folder, "a", b"a"), folder + "/out"
-        run(TOOL, "--out", out, path, folder + "/missing", status=1, says=folder + "/missing: cannot read")
-        run(TOOL, "--out", out, folder, status=1, says=folder)
-        run(TOOL, "--out", path + "/out", path, status=1, says=path + ": cannot create the folder")
-        run(TOOL, "--out", out, "--tokenizer", folder + "/missing", path, status=1, says="/missing")
-        run(TOOL, "--out", out, "--tokenizer", path, path, status=1, says="for a tokenizer")
-        run(TOOL, "--out", out, write(folder, "empty", b"\n\n \n"), status=1, says="no document")
+        for arguments, says in [
+            ([out, path, folder + "/missing"], "/missing: cannot read"), ([out, folder], folder),
+            ([path + "/out", path], path + ": cannot create the folder"),
+            ([out, "--tokenizer", folder + "/missing", path], "/missing"),
+            ([out, "--tokenizer", path, path], "for a tokenizer"),
+            ([out, write(folder, "empty", b"\n\n \n")], "no document")]:
+            run(TOOL, "--out", *arguments, status=1, says=says)
         assert not glob.glob(out + "/*.bin")
         for size in (1001, 3000000):
             convert(b"a\n\n" + b"b" * size, "--max-document", "1000", status=1,
@@ -288,14 +269,10 @@ def test_text_to_shards():
             got = train_only(b"a\n\n" + b"b" * 1000 + end, "--max-document", "1000")
             assert got == [b"a", b"b" * 1000] + [b"c"] * (b"c" in end), end
 
-    with case("shards that are there already are not overwritten"):
-        folder = fresh_folder()
-        path, out = write(folder, "a", b"a"), folder + "/out"
         run(TOOL, "--out", out, path)
         before = contents(out)
         run(TOOL, "--out", out, path, status=1, says="already there")
         assert before == contents(out)
-        run(TOOL, "--out", out, "--name", "other", path)
 
     with case("two runs into one folder: the second is refused, the first ends as if alone; other names go on"):
         folder, documents = fresh_folder(), some_documents(15, 100)
@@ -368,22 +345,19 @@ def test_fineweb_edu_sh():
         fetch(3, folder, "done: --train")
         holds(folder, 1, 2, 3)
         fetch(3, folder, "already there", url="file:///nowhere")
-        fetch(5, folder)
-        holds(folder, 1, 2, 3, 4, 5)
 
     with case("a broken download goes on where it stopped"):
         folder, marked = fresh_folder(), good[train % 1][:5000] + b"\7" * 777  # kept, not fetched again
         write(folder, train % 1 + ".part", marked)
         write(folder, train % 2 + ".part", good[train % 2])  # whole: only the rename is missing
         fetch(2, folder)
-        assert contents(folder)[train % 1] == marked + good[train % 1][len(marked):]
-        assert contents(folder)[train % 2] == good[train % 2]
+        assert contents(folder) == {val: good[val], train % 1: marked + good[train % 1][len(marked):],
+                                    train % 2: good[train % 2]}
 
     with case("a server that cannot resume: the file is fetched from its start; one that has no such file"):
-        class Server(http.server.SimpleHTTPRequestHandler):
-            def log_message(self, *_):
-                pass
-        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Server, directory=source))
+        handler = http.server.SimpleHTTPRequestHandler
+        handler.log_message = lambda *_: None
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(handler, directory=source))
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url, folder = f"http://127.0.0.1:{server.server_port}", fresh_folder()
         write(folder, train % 1 + ".part", b"\7" * 5000)
@@ -477,9 +451,8 @@ def test_fineweb_edu_py():
         # It stops with the batch (some 260,000 characters) that reaches the number, not before and soon after.
         tokenize(folder, path, "--val", 10, "--max-tokens", 270_000, name="some")
         some = everything(folder + "/out", "some")
-        total = sum(len(d) + 1 for mine in some.values() for d in mine)
-        in_all = sum(len(d) + 1 for mine in found.values() for d in mine)
         assert all(mine == found[split][:len(mine)] for split, mine in some.items())
+        total, in_all = (sum(len(d) + 1 for mine in one.values() for d in mine) for one in (some, found))
         assert 270_000 <= total < 270_000 + (1 << 19) < in_all, (total, in_all)
 
     with case("fineweb_edu.py on parquet gives what JSON Lines gives; columns that hold no text are refused"):
@@ -524,12 +497,12 @@ def test_fineweb_edu_py():
                  preexec_fn=limit)
         write(folder + "/out", "z_train_000000.bin", b"")
         tokenize(folder, path, name="z", status=1, says="already there")
-        for name, data, says in [
-                ("t.jsonl", good, "not a tokenizer"), ("broken", tokenizer_file()[:-20], "broken: 1530 bytes"),
-                ("first", tokenizer_file(BYTES[-1:] + BYTES[:-1], eot=0), "end-of-text is token 0, expected the last"),
-                ("past", tokenizer_file(eot=257), "end-of-text is token 257, expected the last, 256"),
-                ("short", tokenizer_file(BYTES[:65] + BYTES[66:], 256, 255), "byte 65")]:
-            tokenize(folder, path, tokenizer=write(folder, name, data), name=name, status=1, says=says)
+        for data, says in [
+                (good, "not a tokenizer"), (tokenizer_file()[:-20], "t.bin: 1530 bytes"),
+                (tokenizer_file(BYTES[-1:] + BYTES[:-1], eot=0), "end-of-text is token 0, expected the last"),
+                (tokenizer_file(eot=257), "end-of-text is token 257, expected the last, 256"),
+                (tokenizer_file(BYTES[:65] + BYTES[66:], 256, 255), "byte 65")]:
+            tokenize(folder, path, tokenizer=write(folder, "t.bin", data), name="t", status=1, says=says)
         tokenize(folder, path, tokenizer=folder + "/none", status=2, says="--tokenizer: got")
         for flag, value in [("--vocab-size", 257), ("--vocab-size", 65537), ("--shard-tokens", 0),
                             ("--shard-tokens", 2 ** 31), ("--workers", 0), ("--val", 100), ("--test", -1)]:
@@ -590,9 +563,8 @@ fineweb_edu.main()
 
     with case("fineweb_edu.py stopped anywhere: the folder is again as it was saved, then as if left alone"):
         # The class that writes, without processes: so every pair of a save and a stop can be tried.
-        spec = importlib.util.spec_from_file_location("fineweb_edu", FINEWEB)
-        fineweb_edu = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(fineweb_edu)
+        sys.path.insert(0, os.path.dirname(FINEWEB))
+        import fineweb_edu
         sizes = [4, 6, 3, 0, 8, 10, 1, 12, 9, 3, 2]  # tokens; full shards, a document longer than a shard
         documents = [(("train", "val")[n % 5 == 4], struct.pack(f"<{size}H", *range(100 * n, 100 * n + size)))
                      for n, size in enumerate(sizes)]
@@ -600,35 +572,33 @@ fineweb_edu.main()
         def tokens_in(folder):  # without headers: that of an unfinished shard counts for nothing
             return {name: data[1024:] for name, data in contents(folder, "*.bin*").items()}
 
-        def write_on(folder, upto):
-            writer = fineweb_edu.Writer(folder, "w", 10, {})
-            at_start = tokens_in(folder)
+        def write_on(writer, upto):
             for split, tokens in documents[writer.state["rows"]:upto]:
                 writer.add(split, len(tokens), tokens)
-            return writer, at_start
 
-        def finish_all(writer, folder):
+        def finish_all(folder):
+            writer = fineweb_edu.Writer(folder, "w", 10, {})
+            at_start = tokens_in(folder)
+            write_on(writer, len(documents))
             for split in SPLITS:
                 writer.finish(split)
-            return contents(folder, "*.bin*")
+            return at_start, contents(folder, "*.bin*")
 
         folder = fresh_folder()
-        alone = finish_all(write_on(folder, len(documents))[0], folder)
+        alone = finish_all(folder)[1]
         shards = [len(shard) for split in ("train", "val") for shard in read_split(folder, split, "w")]
         assert shards == [10, 3, 10, 1, 12, 9, 2, 8, 3], shards
         for saved in range(len(documents)):
             for stopped in range(saved, len(documents) + 1):
                 folder = fresh_folder()
-                writer, _ = write_on(folder, saved)
+                writer = fineweb_edu.Writer(folder, "w", 10, {})
+                write_on(writer, saved)
                 writer.save()
                 before = tokens_in(folder)
-                for split, tokens in documents[saved:stopped]:
-                    writer.add(split, len(tokens), tokens)
+                write_on(writer, stopped)
                 for file in writer.files.values():
                     file.close()  # all of it has reached the disk, but not the state
-                writer, after = write_on(folder, len(documents))
-                assert after == before, f"saved after {saved}, stopped after {stopped}: {after}, {before}"
-                assert finish_all(writer, folder) == alone, f"saved after {saved}, stopped after {stopped}"
+                assert finish_all(folder) == (before, alone), f"saved after {saved}, stopped after {stopped}"
 
     with case("--tokenizer train: a vocabulary of the size asked for, that text_to_shards encodes with alike"):
         need("tokenizers")
