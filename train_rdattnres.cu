@@ -24,10 +24,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <future>
 #include <map>
 #include <string>
-#include <thread>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -84,7 +82,10 @@ inline size_t sort_tokens(std::vector<int>& sorted, const int* tokens, size_t BT
   for (size_t bt = 0; bt < BT; bt++) next[size_t(tokens[bt]) + 1]++;
   std::vector<int> starts(1, 0), ids;
   for (size_t v = 0; v < V; v++) {
-    if (next[v + 1]) ids.push_back(int(v)), starts.push_back(starts.back() + next[v + 1]);
+    if (next[v + 1]) {
+      ids.push_back(int(v));
+      starts.push_back(starts.back() + next[v + 1]);
+    }
     next[v + 1] += next[v];
   }
   sorted.resize(BT);
@@ -187,7 +188,8 @@ __global__ void rmsnorm_forward_kernel(floatX* x, float* rstd, const floatX* h, 
   const float r = rsqrtf(warp_sum(squares) / float(C) + EPS);
   if (lane == 0) rstd[bt] = r;
   for (size_t c = size_t(lane) * 8; c < C; c += 256) {
-    load8(v, h + bt * C + c), load8(g, weight + c);
+    load8(v, h + bt * C + c);
+    load8(g, weight + c);
     for (int k = 0; k < 8; k++) v[k] = g[k] * (r * v[k]);
     store8(x + bt * C + c, v);
   }
@@ -207,7 +209,7 @@ void rmsnorm_forward(floatX* x,            // (BT,C)
 // Each warp gathers its tokens' shares of dweight in shared memory, C floats.
 template <class floatX>
 __global__ void rmsnorm_backward_kernel(floatX* dh, float* rows, const floatX* dx, const floatX* h,
-                                        const float* rstd, const float* weight, bool first, size_t BT,
+                                        const float* rstd, const float* weight, bool overwrite, size_t BT,
                                         size_t C) {
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   float* gathered = dynamic_shared<float>() + warp * C;
@@ -217,20 +219,26 @@ __global__ void rmsnorm_backward_kernel(floatX* dh, float* rows, const floatX* d
     const float r = rstd[bt];
     float mean = 0, v[8], d[8], g[8], sum[8];
     for (size_t c = size_t(lane) * 8; c < C; c += 256) {
-      load8(v, h + bt * C + c), load8(d, dx + bt * C + c), load8(g, weight + c);
+      load8(v, h + bt * C + c);
+      load8(d, dx + bt * C + c);
+      load8(g, weight + c);
       for (int k = 0; k < 8; k++) mean = fmaf(g[k] * d[k], r * v[k], mean);
     }
     mean = warp_sum(mean) / float(C);
     for (size_t c = size_t(lane) * 8; c < C; c += 256) {
-      load8(v, h + bt * C + c), load8(d, dx + bt * C + c), load8(g, weight + c), load8(sum, gathered + c);
+      load8(v, h + bt * C + c);
+      load8(d, dx + bt * C + c);
+      load8(g, weight + c);
+      load8(sum, gathered + c);
       float out[8] = {};
-      if (!first) load8(out, dh + bt * C + c);
+      if (!overwrite) load8(out, dh + bt * C + c);
       for (int k = 0; k < 8; k++) {
         const float hhat = r * v[k];
         out[k] += r * (g[k] * d[k] - hhat * mean);
         sum[k] = fmaf(d[k], hhat, sum[k]);
       }
-      store8(dh + bt * C + c, out), store8(gathered + c, sum);
+      store8(dh + bt * C + c, out);
+      store8(gathered + c, sum);
     }
   }
   __syncthreads();
@@ -242,18 +250,18 @@ __global__ void rmsnorm_backward_kernel(floatX* dh, float* rows, const floatX* d
   }
 }
 template <class floatX>
-void rmsnorm_backward(floatX* dh,                          // (BT,C): adds, or overwrites if `first`
+void rmsnorm_backward(floatX* dh,                          // (BT,C): adds, or overwrites if `overwrite`
                       float* dweight,                      // (C)
                       const floatX* dx,                    // (BT,C)
                       const floatX* h, const float* rstd,  // (BT,C), (BT)
                       const float* weight,                 // (C)
-                      bool first,
+                      bool overwrite,
                       float* rows,  // workspace (token_blocks(),C)
                       size_t BT, size_t C) {
-  NVTX_RANGE((first ? 3 : 4) * BT * C * sizeof(floatX));
+  NVTX_RANGE((overwrite ? 3 : 4) * BT * C * sizeof(floatX));
   const size_t blocks = std::min<size_t>(ceil_div(BT, TOKEN_WARPS), token_blocks());
   launch(rmsnorm_backward_kernel<floatX>, unsigned(blocks), TOKEN_THREADS, TOKEN_WARPS * C * sizeof(float),
-         device.stream, dh, rows, dx, h, rstd, weight, first, BT, C);
+         device.stream, dh, rows, dx, h, rstd, weight, overwrite, BT, C);
   add_rows({dweight}, rows, blocks, C);
 }
 
@@ -278,12 +286,12 @@ inline Product make_product(cudaDataType out_type, cudaDataType in_type, bool tr
   // cuBLAS counts in columns: our row-major out = A B is its out^T = B^T A^T. B goes first, nothing moves.
   Product product;
   CUBLAS_CHECK(cublasLtMatmulDescCreate(&product.description, CUBLAS_COMPUTE_32F, CUDA_R_32F));
-  const cublasOperation_t first = trans_b ? CUBLAS_OP_T : CUBLAS_OP_N,
-                          second = trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
+  const cublasOperation_t op_b = trans_b ? CUBLAS_OP_T : CUBLAS_OP_N,
+                          op_a = trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
   CUBLAS_CHECK(
-      cublasLtMatmulDescSetAttribute(product.description, CUBLASLT_MATMUL_DESC_TRANSA, &first, sizeof first));
+      cublasLtMatmulDescSetAttribute(product.description, CUBLASLT_MATMUL_DESC_TRANSA, &op_b, sizeof op_b));
   CUBLAS_CHECK(
-      cublasLtMatmulDescSetAttribute(product.description, CUBLASLT_MATMUL_DESC_TRANSB, &second, sizeof second));
+      cublasLtMatmulDescSetAttribute(product.description, CUBLASLT_MATMUL_DESC_TRANSB, &op_a, sizeof op_a));
   CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&product.b, in_type, trans_b ? K : N, trans_b ? N : K, int64_t(ldb)));
   CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&product.a, in_type, trans_a ? M : K, trans_a ? K : M, int64_t(lda)));
   CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&product.out, out_type, N, M, int64_t(ldo)));
@@ -298,9 +306,9 @@ inline Product make_product(cudaDataType out_type, cudaDataType in_type, bool tr
        {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
         CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
     prefer(attribute, uint32_t(alignment));
-  // A split sum may meet in the workspace, in order; not in the output, where blocks come as they please.
-  prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
-         uint32_t(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE | CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE));
+  // A split sum may meet in the workspace, in order and in float32; not in the output, where blocks come as
+  // they please, and not in the output's type, which rounds.
+  prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
   cublasLtMatmulHeuristicResult_t result;
   int found = 0;
   const cublasStatus_t status =
@@ -367,7 +375,9 @@ inline double measure_matrix_rate(size_t n) {
 
 inline Work product_work(size_t M, size_t N, size_t K) {
   Work work(0, 2 * double(M) * double(N) * double(K));
-  work.M = M, work.N = N, work.K = K;
+  work.M = M;
+  work.N = N;
+  work.K = K;
   return work;
 }
 
@@ -438,11 +448,11 @@ __device__ inline void load_row(Row<NV>& row, const T* p, size_t C) {
   for_each_four<NV>(C, [&](int v, unsigned c) { load4(row[v], p + c); });
 }
 template <int NV>
-__device__ inline void scale_row(Row<NV>& row, float by) {
+__device__ inline void scale_row(Row<NV>& row, float factor) {
 #pragma unroll
   for (int v = 0; v < NV; v++)
 #pragma unroll
-    for (int k = 0; k < 4; k++) row[v][k] *= by;
+    for (int k = 0; k < 4; k++) row[v][k] *= factor;
 }
 template <int NV>
 __device__ inline void add_row(Row<NV>& row, float times, const Row<NV>& other) {
@@ -462,7 +472,7 @@ __device__ inline float row_dot(const Row<NV>& a, const Row<NV>& b) {  // this l
 }
 
 // Calls f with an NV that holds C, as a compile-time constant. 5 and 7 are the presets'.
-constexpr size_t MAX_ROUTE_WIDTH = 2048;
+constexpr size_t MAX_ROUTE_WIDTH = 1024;  // wider rows do not fit into registers
 template <class F>
 void with_vectors(size_t C, F f) {
   if (C % 8 != 0 || C == 0 || C > MAX_ROUTE_WIDTH)
@@ -476,10 +486,8 @@ void with_vectors(size_t C, F f) {
     f(std::integral_constant<int, 5>());
   else if (C <= 896)
     f(std::integral_constant<int, 7>());
-  else if (C <= 1024)
-    f(std::integral_constant<int, 8>());
   else
-    f(std::integral_constant<int, 16>());
+    f(std::integral_constant<int, 8>());
 }
 // Blocks that a multiprocessor must have registers for: what token_blocks counts on, but for the widest rows
 constexpr int route_blocks(int NV) { return NV <= 7 ? TOKEN_BLOCKS : 1; }
@@ -502,7 +510,10 @@ struct Ring {
 #pragma unroll
       for (unsigned c = threadIdx.x % 32 * LOAD, v = 0; v < NV * 128; v += 32 * LOAD)
         if (c + v < C) cp_async_16(slots + slot * NV * 128 + c + v, row + c + v);
-      if (++n == count) n = 0, bt += step;
+      if (++n == count) {
+        n = 0;
+        bt += step;
+      }
     }
     cp_async_commit();  // after the last row too: waiting counts the groups
     slot = (slot + 1) % SLOTS<floatX>;
@@ -592,7 +603,8 @@ __global__ void __launch_bounds__(TOKEN_THREADS, route_blocks(NV))
         const float zj = rj * warp_sum(row_dot<NV>(query[r], s));
         if (zj > top[r]) {
           const float shrink = expf(top[r] - zj);
-          top[r] = zj, sum[r] *= shrink;
+          top[r] = zj;
+          sum[r] *= shrink;
           scale_row<NV>(h[r], shrink);
         }
         const float e = expf(zj - top[r]);
@@ -609,7 +621,10 @@ __global__ void __launch_bounds__(TOKEN_THREADS, route_blocks(NV))
       float* weights = p + (r * BT + bt) * ldp;
       for (unsigned j = lane; j < K; j += 32) weights[j] = expf(weights[j] - top[r]) * scale;
     }
-    if (average) add_row<NV>(h[0], 1, h[R - 1]), scale_row<NV>(h[0], 0.5f);
+    if (average) {
+      add_row<NV>(h[0], 1, h[R - 1]);
+      scale_row<NV>(h[0], 0.5f);
+    }
     float scale[R];
 #pragma unroll
     for (int r = 0; r < R; r++) scale[r] = rsqrtf(warp_sum(row_dot<NV>(h[r], h[r])) / float(C) + EPS);
@@ -703,7 +718,8 @@ __device__ inline void mix_norm_backward(Row<NV>& d, floatX* x, float* dnorm, Mi
 #pragma unroll
     for (int k = 0; k < 4; k++) {
       const float hhat = rstd * mix(v, k);
-      out[k] = g[k] * hhat, to_dnorm[k] = d[v][k] * hhat;
+      out[k] = g[k] * hhat;
+      to_dnorm[k] = d[v][k] * hhat;
       d[v][k] = rounded<floatX>(share * rstd * fmaf(g[k], d[v][k], -hhat * mean));
     }
     store4(x + c, out);
@@ -749,7 +765,7 @@ template <class floatX, int NV, int R, int INPUTS>
 __global__ void __launch_bounds__(TOKEN_THREADS, route_blocks(NV))
     route_backward_kernel(floatX* dh, floatX* x, float* delta, floatX* dpartial, float* rows,
                           Sources<floatX> sources, const float* p, const float* w, const float* norm,
-                          bool first, size_t BT, size_t C, size_t ldp) {
+                          bool overwrite, size_t BT, size_t C, size_t ldp) {
   constexpr bool average = INPUTS < R;
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const unsigned K = unsigned(sources.K()), start = blockIdx.x * TOKEN_WARPS + warp,
@@ -764,7 +780,7 @@ __global__ void __launch_bounds__(TOKEN_THREADS, route_blocks(NV))
   };
   Ring<floatX, NV, decltype(row_at)> ring = {
       row_at, rings + warp * SLOTS<floatX> * NV * 128, unsigned(BT), unsigned(C), start,
-      step,   K + INPUTS + (dpartial && !first)};
+      step,   K + INPUTS + (dpartial && !overwrite)};
   ring.start();
   for (int vector = 0; vector <= R; vector++)
     for_each_four<NV>(C, [&](int, unsigned c) { store4(gathered + vector * C + c, {0, 0, 0, 0}); });
@@ -780,7 +796,8 @@ __global__ void __launch_bounds__(TOKEN_THREADS, route_blocks(NV))
 #pragma unroll
       for (int r = 0; r < R; r++) {
         if (r != n && !average) continue;
-        deltas[r] = warp_sum(row_dot<NV>(d, h[r])), dp[r] = warp_sum(row_dot<NV>(d, s));
+        deltas[r] = warp_sum(row_dot<NV>(d, h[r]));
+        dp[r] = warp_sum(row_dot<NV>(d, s));
         if (lane == 0) delta[r * BT + bt] = deltas[r];
         for_each_four<NV>(C, [&](int v, unsigned c) {
           store4(dh + (r * BT + bt) * C + c, d[v]);
@@ -790,7 +807,7 @@ __global__ void __launch_bounds__(TOKEN_THREADS, route_blocks(NV))
       }
     }
     if (!dpartial) continue;
-    if (first)
+    if (overwrite)
       load_row(d, dpartial, 0);  // zeros
     else
       ring.next(d);
@@ -809,22 +826,25 @@ void route_backward(
     floatX* dh,        // (R,BT,C): holds dx of every input (one if average), becomes dh of every route
     floatX* x,         // (R,BT,C): the normalised mixes again
     float* delta,      // (R,BT)
-    floatX* dpartial,  // (BT,C): adds, or overwrites if `first`; null: no source is a running partial
+    floatX* dpartial,  // (BT,C): adds, or overwrites if `overwrite`; null: no source is a running partial
     float* dnorm,      // (C)
     float* dw,         // (R,C): of query * gain, from the running partial alone
-    const Sources<floatX>& sources, const float* p, const float* w, const float* norm, bool average, bool first,
+    const Sources<floatX>& sources, const float* p, const float* w, const float* norm, bool average,
+    bool overwrite,
     float* rows,  // workspace (token_blocks(), 1 + R, C)
     size_t BT, size_t C, size_t ldp, size_t R) {
   const size_t blocks = std::min<size_t>(ceil_div(BT, TOKEN_WARPS), token_blocks());
-  const size_t inputs = average ? 1 : R, partial = !dpartial ? 0 : first ? 1 : 2;  // dx in and x out; dh out
+  const size_t inputs = average ? 1 : R, partial = !dpartial   ? 0
+                                                   : overwrite ? 1
+                                                               : 2;  // dx in and x out; dh out
   NVTX_RANGE(double(sources.K() + 2 * inputs + R + partial) * BT * C * sizeof(floatX));
   with_vectors(C, [&](auto NV) {
     constexpr int N = decltype(NV)::value;
     const size_t smem = TOKEN_WARPS * ((1 + R) * C * sizeof(float) + ring_bytes(N));
     auto run = [&](auto R, auto INPUTS) {
       launch(route_backward_kernel<floatX, N, decltype(R)::value, decltype(INPUTS)::value>, unsigned(blocks),
-             TOKEN_THREADS, smem, device.stream, dh, x, delta, dpartial, rows, sources, p, w, norm, first, BT,
-             C, ldp);
+             TOKEN_THREADS, smem, device.stream, dh, x, delta, dpartial, rows, sources, p, w, norm, overwrite,
+             BT, C, ldp);
     };
     using One = std::integral_constant<int, 1>;
     using Two = std::integral_constant<int, 2>;
@@ -847,7 +867,7 @@ void route_backward(
 // A block works on one token at a time, and there on four sources at once; a thread owns four channels. The
 // sources, their gradients and dw of all routes are in its registers. w, dh, and the next token's dh, which is
 // on its way, lie in shared memory: four sources share a look at them. What has to be summed over channels,
-// dh . s_j and w . s_j, crosses the block in `parts`; the resulting weights come back in `coefficients`.
+// dh . s_j and w . s_j, crosses the block in `shares`; the resulting weights come back in `coefficients`.
 constexpr unsigned BANK_WARPS = 16;  // of a block at most; that registers leave room for
 constexpr int MAX_ROUTE_LIST = MAX_SUMS;
 struct RouteList {  // the routes that the kernel works on: numbers into p, w and dw
@@ -858,16 +878,17 @@ template <class floatX, int RMAX>
 __global__ void __launch_bounds__(32 * BANK_WARPS)
     route_backward_bank_kernel(floatX* dbank, float* rows, const floatX* dh, const float* delta,
                                Sources<floatX> sources, const float* p, const float* w, RouteList routes,
-                               bool first, size_t BT, size_t C, size_t ldp) {
+                               bool overwrite, size_t BT, size_t C, size_t ldp) {
   const unsigned R = unsigned(routes.count), lane = threadIdx.x % 32, warp = threadIdx.x / 32,
                  warps = blockDim.x / 32, K = unsigned(sources.i / sources.S) + 1, c = threadIdx.x * 4;
   const size_t width = blockDim.x * size_t(4);  // C and what the last warp has beyond it, where rows are zero
   const bool live = c < C;
-  float* query = dynamic_shared<float>();        // (R,width) times gain
-  float* coefficients = query + R * width;       // (R,3,4): p, dz r, dz r^2 z / C, of four sources
-  float* parts = coefficients + R * size_t(12);  // (R,8,warps): dh . s of four sources, w . s of four sources
-  floatX* two_dh = reinterpret_cast<floatX*>(parts + R * size_t(8) * warps);  // (2,R,width): now, next
+  float* query = dynamic_shared<float>();         // (R,width) times gain
+  float* coefficients = query + R * width;        // (R,3,4): p, dz r, dz r^2 z / C, of four sources
+  float* shares = coefficients + R * size_t(12);  // (R,8,warps): dh . s of four sources, w . s of four sources
+  floatX* two_dh = reinterpret_cast<floatX*>(shares + R * size_t(8) * warps);  // (2,R,width): now, next
   __shared__ int number[RMAX];  // a list that is indexed by a variable should not live in a register
+
 #pragma unroll
   for (unsigned r = 0; r < RMAX; r++) {
     if (threadIdx.x == r) number[r] = routes.number[r];
@@ -875,16 +896,20 @@ __global__ void __launch_bounds__(32 * BANK_WARPS)
     float q[4] = {};
     if (live)
       load4(q, w + size_t(routes.number[r]) * C + c);
-    else
-      store4(two_dh + r * width + c, q), store4(two_dh + (R + r) * width + c, q);
+    else {
+      store4(two_dh + r * width + c, q);
+      store4(two_dh + (R + r) * width + c, q);
+    }
     store4(query + r * width + c, q);
   }
+
   const auto send_for_dh = [&](size_t bt, unsigned buffer) {
     const unsigned at = threadIdx.x * (16 / sizeof(floatX));
     for (unsigned r = 0; r < R && at < C; r++)
       cp_async_16(two_dh + (buffer * R + r) * width + at, dh + (r * BT + bt) * C + at);
     cp_async_commit();
   };
+
   float dw[RMAX][4] = {};
   unsigned buffer = 0;
   send_for_dh(blockIdx.x, buffer);
@@ -893,23 +918,28 @@ __global__ void __launch_bounds__(32 * BANK_WARPS)
     cp_async_wait<0>();
     __syncthreads();  // dh is there, and nobody looks at the last token's any more
     if (bt + gridDim.x < BT) send_for_dh(bt + gridDim.x, buffer ^ 1);
+
     for (unsigned j0 = 0; j0 < K; j0 += 4) {
       float s[4][4] = {}, ds[4][4] = {};
 #pragma unroll
       for (unsigned n = 0; n < 4; n++) {
         if (!live || j0 + n >= K) continue;
         load4(s[n], sources.stream + ((j0 + n) * sources.S * BT + bt) * C + c);
-        if (!first) load4(ds[n], dbank + ((j0 + n) * BT + bt) * C + c);
+        if (!overwrite) load4(ds[n], dbank + ((j0 + n) * BT + bt) * C + c);
       }
-      const unsigned mine = threadIdx.x / 4, j = j0 + threadIdx.x % 4;  // whose coefficients this thread makes
-      float pj = 0, rj = 0, from = 0;
-      if (mine < R && j < K) {
-        pj = p[(size_t(number[mine]) * BT + bt) * ldp + j], rj = sources.rstd[j * sources.S * BT + bt];
-        from = delta[mine * BT + bt];
+
+      const unsigned route = threadIdx.x / 4, j = j0 + threadIdx.x % 4;  // whose coefficients this thread makes
+      float pj = 0, rj = 0, delta_r = 0;
+      if (route < R && j < K) {
+        pj = p[(size_t(number[route]) * BT + bt) * ldp + j];
+        rj = sources.rstd[j * sources.S * BT + bt];
+        delta_r = delta[route * BT + bt];
       }
+
       for (unsigned r = 0; r < R; r++) {
         float d[4], q[4], v[8] = {};
-        load4(d, dh_here + r * width), load4(q, query + r * width + c);
+        load4(d, dh_here + r * width);
+        load4(q, query + r * width + c);
 #pragma unroll
         for (int n = 0; n < 4; n++)
 #pragma unroll
@@ -918,36 +948,47 @@ __global__ void __launch_bounds__(32 * BANK_WARPS)
             v[4 + n] = fmaf(q[k], s[n][k], v[4 + n]);
           }
         const float total = warp_sum_each(v, lane);
-        if (lane < 8) parts[(r * 8 + lane) * warps + warp] = total;
+        if (lane < 8) shares[(r * 8 + lane) * warps + warp] = total;
       }
       __syncthreads();
-      if (mine < R) {
-        const unsigned part = (mine * 8 + threadIdx.x % 4) * warps;
+
+      if (route < R) {
+        const unsigned place = (route * 8 + threadIdx.x % 4) * warps;
         float dp = 0, z = 0;
-        for (unsigned i = part; i < part + warps; i++) dp += parts[i], z += parts[i + 4 * warps];
-        const float dzr = pj * (dp - from) * rj;
-        float* to = &coefficients[mine * 12 + threadIdx.x % 4];
-        to[0] = pj, to[4] = dzr, to[8] = dzr * rj * (rj * z) / float(C);
+        for (unsigned i = place; i < place + warps; i++) {
+          dp += shares[i];
+          z += shares[i + 4 * warps];
+        }
+        const float dzr = pj * (dp - delta_r) * rj;
+        float* coefficient = &coefficients[route * 12 + threadIdx.x % 4];
+        coefficient[0] = pj;
+        coefficient[4] = dzr;
+        coefficient[8] = dzr * rj * (rj * z) / float(C);
       }
       __syncthreads();
+
       float shrink[4] = {};
 #pragma unroll
       for (unsigned r = 0; r < RMAX; r++) {
         if (r >= R) continue;
-        float d[4], q[4], by_dh[4], by_w[4], by_s[4];
-        load4(d, dh_here + r * width), load4(q, query + r * width + c);
-        const float* by = coefficients + r * size_t(12);
-        load4(by_dh, by), load4(by_w, by + 4), load4(by_s, by + 8);
+        float d[4], q[4], times_dh[4], times_query[4], times_s[4];
+        load4(d, dh_here + r * width);
+        load4(q, query + r * width + c);
+        const float* of_route = coefficients + r * size_t(12);
+        load4(times_dh, of_route);
+        load4(times_query, of_route + 4);
+        load4(times_s, of_route + 8);
 #pragma unroll
         for (int n = 0; n < 4; n++) {
-          shrink[n] += by_s[n];
+          shrink[n] += times_s[n];
 #pragma unroll
           for (int k = 0; k < 4; k++) {
-            ds[n][k] = fmaf(by_dh[n], d[k], fmaf(by_w[n], q[k], ds[n][k]));
-            dw[r][k] = fmaf(by_w[n], s[n][k], dw[r][k]);
+            ds[n][k] = fmaf(times_dh[n], d[k], fmaf(times_query[n], q[k], ds[n][k]));
+            dw[r][k] = fmaf(times_query[n], s[n][k], dw[r][k]);
           }
         }
       }
+
 #pragma unroll
       for (unsigned n = 0; n < 4; n++) {
         if (!live || j0 + n >= K) continue;
@@ -957,40 +998,43 @@ __global__ void __launch_bounds__(32 * BANK_WARPS)
       }
     }
   }
+
 #pragma unroll
   for (unsigned r = 0; r < RMAX; r++)
     if (r < R && live) store4(rows + (blockIdx.x * size_t(R) + r) * C + c, dw[r]);
 }
 template <class floatX>
 void route_backward_bank(
-    floatX* dbank,                   // (K,BT,C): adds, or overwrites if `first`
+    floatX* dbank,                   // (K,BT,C): adds, or overwrites if `overwrite`
     float* dw,                       // (routes,C)
     const floatX* dh,                // (count,BT,C): of the listed routes, in that order
     const float* delta,              // (count,BT)
     const Sources<floatX>& sources,  // i: the block's first sublayer; sources are slots 0, S, .. i
     const float* p, const float* w,  // (routes,BT,ldp), (routes,C)
     const std::vector<int>& routes,  // numbers into p, w, dw
-    bool first,
+    bool overwrite,
     float* rows,  // workspace (token_blocks(), MAX_ROUTE_LIST, C)
     size_t BT, size_t C, size_t ldp) {
   const size_t K = sources.i / sources.S + 1;
   const size_t warps = std::max<size_t>(2, ceil_div(C, 128));  // 4 channels a thread; 4 threads a route
-  const size_t group = C <= 1024 ? MAX_ROUTE_LIST : 4;         // shared memory for that many routes
+  const size_t width = 128 * warps,
+               of_a_route = (width + 12 + 8 * warps) * sizeof(float) + 2 * width * sizeof(floatX);
+  const size_t group = std::min<size_t>(
+      MAX_ROUTE_LIST, (SHARED_MEMORY - sizeof(RouteList)) / of_a_route);  // routes in shared memory
   const size_t visits = (routes.size() + group - 1) / group;
   const size_t blocks = std::min(BT, token_blocks(std::clamp<size_t>(BANK_WARPS / warps, 1, TOKEN_BLOCKS)));
-  NVTX_RANGE(double(K * (3 * visits - first) + routes.size()) * BT * C * sizeof(floatX));
+  NVTX_RANGE(double(K * (3 * visits - overwrite) + routes.size()) * BT * C * sizeof(floatX));
   for (size_t r0 = 0; r0 < routes.size(); r0 += group) {
     RouteList list;
     while (size_t(list.count) < group && r0 + list.count < routes.size()) {
       list.number[list.count] = routes[r0 + list.count];
       list.count++;
     }
-    const size_t width = 128 * warps;
-    const size_t smem = list.count * ((width + 12 + 8 * warps) * sizeof(float) + 2 * width * sizeof(floatX));
+    const size_t smem = size_t(list.count) * of_a_route;
     auto run = [&](auto most) {
       launch(route_backward_bank_kernel<floatX, decltype(most)::value>, unsigned(blocks), unsigned(32 * warps),
              smem, device.stream, dbank, rows, dh + r0 * BT * C, delta + r0 * BT, sources, p, w, list,
-             first && r0 == 0, BT, C, ldp);
+             overwrite && r0 == 0, BT, C, ldp);
     };
     if (list.count <= 4)
       run(std::integral_constant<int, 4>());
@@ -1013,7 +1057,8 @@ inline std::vector<float> rope_angles(size_t T, size_t HS) {
   for (size_t t = 0; t < T; t++)
     for (size_t i = 0; i < HS / 2; i++) {
       const double angle = double(t) * std::pow(ROPE_BASE, -2.0 * double(i) / double(HS));
-      table.push_back(float(std::cos(angle))), table.push_back(float(std::sin(angle)));
+      table.push_back(float(std::cos(angle)));
+      table.push_back(float(std::sin(angle)));
     }
   return table;
 }
@@ -1029,20 +1074,26 @@ __global__ void rope_kernel(floatX* qkv, const float2* angles, size_t BT, size_t
   floatX* x = qkv + bt * 3 * C + pair / half * HS + i;
   const float2* angle = angles + bt % T * half + i;
   float lo[VEC], hi[VEC];
-  if constexpr (VEC == 8)
-    load8(lo, x), load8(hi, x + half);
-  else
-    lo[0] = to_float(x[0]), hi[0] = to_float(x[half]);
+  if constexpr (VEC == 8) {
+    load8(lo, x);
+    load8(hi, x + half);
+  } else {
+    lo[0] = to_float(x[0]);
+    hi[0] = to_float(x[half]);
+  }
 #pragma unroll
   for (int k = 0; k < VEC; k++) {
     const float cosine = angle[k].x, sine = direction * angle[k].y, low = lo[k];
     lo[k] = low * cosine - hi[k] * sine;
     hi[k] = low * sine + hi[k] * cosine;
   }
-  if constexpr (VEC == 8)
-    store8(x, lo), store8(x + half, hi);
-  else
-    x[0] = from_float<floatX>(lo[0]), x[half] = from_float<floatX>(hi[0]);
+  if constexpr (VEC == 8) {
+    store8(x, lo);
+    store8(x + half, hi);
+  } else {
+    x[0] = from_float<floatX>(lo[0]);
+    x[half] = from_float<floatX>(hi[0]);
+  }
 }
 template <class floatX>
 void rope_rotate(floatX* qkv,           // (B,T,3C)
@@ -1069,144 +1120,110 @@ void rope_backward(floatX* dqkv, const float2* angles, size_t B, size_t T, size_
 
 // ---- causal attention ----------------------------------------------------------------------------------
 //
-// Tiles of queries meet tiles of keys; the (T,T) matrix exists one tile at a time. Two ways: for bf16 with a
-// head size that is a multiple of 16, tensor cores; for everything else (float32, other head sizes) plain loops
-// over shared memory. Both: head sizes up to 128. Launch: grid (tiles, NH, B).
+// The (T,T) matrix of scores never exists as a whole. Two ways to go through it: for bf16 with a head size that
+// is a multiple of 16, tiles on the tensor cores; for everything else (float32, other head sizes) a warp for
+// each query or key. Both: head sizes up to 128.
 
 constexpr size_t MAX_HEAD_SIZE = 128;
 constexpr float LOG2_E = 1.4426950408889634f;
 
-// -- plain tiles: 16 queries by 16 keys, one thread per pair. A row of 16 threads shares a query (or a key).
-constexpr int PLAIN = 16;
-struct PlainTile {
-  float at[PLAIN][MAX_HEAD_SIZE + 1];
-};
+// -- a warp for each row, which is a query or a key; enough for checking. Lane l owns channels l, l + 32, ...
+// of the head; a dot product is a sum over the warp. Launch: grid (T / 4, NH, B), block (128).
+using HeadRow = float[MAX_HEAD_SIZE / 32];
 
 template <class floatX>
-__device__ inline void load_plain(PlainTile& tile, const floatX* rows, size_t ld, size_t row0, size_t T,
-                                  size_t HS) {
-  for (size_t i = threadIdx.y * PLAIN + threadIdx.x; i < PLAIN * HS; i += size_t(PLAIN) * PLAIN)
-    tile.at[i / HS][i % HS] = row0 + i / HS < T ? to_float(rows[(row0 + i / HS) * ld + i % HS]) : 0.0f;
-}
-__device__ inline float dot_plain(const PlainTile& a, unsigned row_a, const PlainTile& b, unsigned row_b,
-                                  size_t HS) {
-  float sum = 0;
-  for (size_t i = 0; i < HS; i++) sum += a.at[row_a][i] * b.at[row_b][i];
-  return sum;
-}
-__device__ inline float row_sum(float v) {  // over the 16 threads of a row
-  for (int o = PLAIN / 2; o > 0; o /= 2) v += __shfl_xor_sync(ALL_LANES, v, o);
-  return v;
-}
-__device__ inline float row_max(float v) {
-  for (int o = PLAIN / 2; o > 0; o /= 2) v = fmaxf(v, __shfl_xor_sync(ALL_LANES, v, o));
-  return v;
-}
-// acc[i] += sum_u weights[row][u] b[u][channel x + 16 i]: each thread owns every sixteenth channel of its row
-__device__ inline void mix_plain(float (&acc)[MAX_HEAD_SIZE / PLAIN], const float (&weights)[PLAIN][PLAIN + 1],
-                                 const PlainTile& b, size_t HS) {
-  for (unsigned i = 0; i < MAX_HEAD_SIZE / PLAIN; i++) {
-    const unsigned channel = threadIdx.x + PLAIN * i;
-    if (channel >= HS) break;
-    for (int u = 0; u < PLAIN; u++) acc[i] += weights[threadIdx.y][u] * b.at[u][channel];
+__device__ inline void load_head(HeadRow& v, const floatX* row, size_t HS) {
+  for (unsigned i = 0; i < MAX_HEAD_SIZE / 32; i++) {
+    const unsigned channel = threadIdx.x % 32 + 32 * i;
+    v[i] = channel < HS ? to_float(row[channel]) : 0.0f;
   }
 }
 template <class floatX>
-__device__ inline void store_plain(floatX* row, const float (&acc)[MAX_HEAD_SIZE / PLAIN], float scale,
-                                   size_t HS) {
-  for (unsigned i = 0; i < MAX_HEAD_SIZE / PLAIN; i++)
-    if (threadIdx.x + PLAIN * i < HS) row[threadIdx.x + PLAIN * i] = from_float<floatX>(acc[i] * scale);
+__device__ inline void store_head(floatX* row, const HeadRow& v, float scale, size_t HS) {
+  for (unsigned i = 0; i < MAX_HEAD_SIZE / 32; i++) {
+    const unsigned channel = threadIdx.x % 32 + 32 * i;
+    if (channel < HS) row[channel] = from_float<floatX>(v[i] * scale);
+  }
+}
+__device__ inline void add_head(HeadRow& v, float weight, const HeadRow& other) {
+  for (unsigned i = 0; i < MAX_HEAD_SIZE / 32; i++) v[i] += weight * other[i];
+}
+__device__ inline float head_dot(const HeadRow& a, const HeadRow& b) {
+  float sum = 0;
+  for (unsigned i = 0; i < MAX_HEAD_SIZE / 32; i++) sum += a[i] * b[i];
+  return warp_sum(sum);
 }
 
 template <class floatX>
 __global__ void attention_forward_plain_kernel(floatX* att, float* lse, const floatX* qkv, size_t T, size_t C,
                                                size_t HS, float scale) {
-  __shared__ PlainTile q, k, v;
-  __shared__ float weights[PLAIN][PLAIN + 1];
-  const size_t head = blockIdx.y, b = blockIdx.z, q0 = blockIdx.x * size_t(PLAIN), query = q0 + threadIdx.y;
+  const size_t t = (blockIdx.x * size_t(blockDim.x) + threadIdx.x) / 32, head = blockIdx.y, b = blockIdx.z;
+  if (t >= T) return;
   const floatX* rows = qkv + b * T * 3 * C + head * HS;
-  load_plain(q, rows, 3 * C, q0, T, HS);
-  float acc[MAX_HEAD_SIZE / PLAIN] = {}, top = -INFINITY, sum = 0;
-  for (size_t k0 = 0; k0 <= q0; k0 += PLAIN) {
-    load_plain(k, rows + C, 3 * C, k0, T, HS), load_plain(v, rows + 2 * C, 3 * C, k0, T, HS);
-    __syncthreads();
-    const float score =
-        k0 + threadIdx.x <= query ? scale * dot_plain(q, threadIdx.y, k, threadIdx.x, HS) : -INFINITY;
-    const float new_top = fmaxf(top, row_max(score)), shrink = expf(top - new_top), e = expf(score - new_top);
-    top = new_top, sum = sum * shrink + row_sum(e);
-    weights[threadIdx.y][threadIdx.x] = e;
-    __syncwarp();  // a row of 16 lies within one warp
-    for (float& channel : acc) channel *= shrink;
-    mix_plain(acc, weights, v, HS);
-    __syncthreads();  // the tiles are refilled next
+  HeadRow q, k, v, sum_v = {};
+  float top = -INFINITY, sum = 0;
+  load_head(q, rows + t * 3 * C, HS);
+  for (size_t u = 0; u <= t; u++) {
+    load_head(k, rows + u * 3 * C + C, HS);
+    load_head(v, rows + u * 3 * C + 2 * C, HS);
+    const float score = scale * head_dot(q, k), new_top = fmaxf(top, score);
+    const float shrink = expf(top - new_top), weight = expf(score - new_top);
+    top = new_top;
+    sum = sum * shrink + weight;
+    for (float& channel : sum_v) channel *= shrink;
+    add_head(sum_v, weight, v);
   }
-  if (query >= T) return;
-  store_plain(att + (b * T + query) * C + head * HS, acc, 1 / sum, HS);
-  if (threadIdx.x == 0) lse[(b * gridDim.y + head) * T + query] = top + logf(sum);
+  store_head(att + (b * T + t) * C + head * HS, sum_v, 1 / sum, HS);
+  if (threadIdx.x % 32 == 0) lse[(b * gridDim.y + head) * T + t] = top + logf(sum);
 }
 
-// dq of 16 queries, from all keys before them; dk and dv of 16 keys, from all queries after them: two kernels,
-// each writes what it owns, so nothing is added from two sides and the order of blocks does not matter.
+// dq of a query, from all keys before it; dk and dv of a key, from all queries after it: two kernels, each
+// writes what it owns, so nothing is added from two sides and the order of blocks does not matter.
 // The first also writes delta, which the second reads.
 template <class floatX>
 __global__ void attention_backward_q_plain_kernel(floatX* dqkv, float* delta, const floatX* datt,
                                                   const floatX* qkv, const floatX* att, const float* lse,
                                                   size_t T, size_t C, size_t HS, float scale) {
-  __shared__ PlainTile q, d, k, v;
-  __shared__ float dscores[PLAIN][PLAIN + 1];
-  const size_t head = blockIdx.y, b = blockIdx.z, q0 = blockIdx.x * size_t(PLAIN), query = q0 + threadIdx.y;
+  const size_t t = (blockIdx.x * size_t(blockDim.x) + threadIdx.x) / 32, head = blockIdx.y, b = blockIdx.z;
+  if (t >= T) return;
+  const size_t row = (b * gridDim.y + head) * T + t, token = (b * T + t) * C + head * HS;
   const floatX* rows = qkv + b * T * 3 * C + head * HS;
-  load_plain(q, rows, 3 * C, q0, T, HS), load_plain(d, datt + b * T * C + head * HS, C, q0, T, HS);
-  const size_t at = (b * gridDim.y + head) * T + query, token = (b * T + query) * C + head * HS;
-  float row_delta = 0;
-  if (query < T)
-    for (size_t i = threadIdx.x; i < HS; i += PLAIN)
-      row_delta += to_float(datt[token + i]) * to_float(att[token + i]);
-  row_delta = row_sum(row_delta);
-  if (threadIdx.x == 0 && query < T) delta[at] = row_delta;
-  float acc[MAX_HEAD_SIZE / PLAIN] = {};
-  for (size_t k0 = 0; k0 <= q0; k0 += PLAIN) {
-    load_plain(k, rows + C, 3 * C, k0, T, HS), load_plain(v, rows + 2 * C, 3 * C, k0, T, HS);
-    __syncthreads();
-    float dscore = 0;
-    if (k0 + threadIdx.x <= query && query < T) {
-      const float a = expf(scale * dot_plain(q, threadIdx.y, k, threadIdx.x, HS) - lse[at]);
-      dscore = a * (dot_plain(d, threadIdx.y, v, threadIdx.x, HS) - row_delta);
-    }
-    dscores[threadIdx.y][threadIdx.x] = dscore;
-    __syncwarp();
-    mix_plain(acc, dscores, k, HS);
-    __syncthreads();
+  HeadRow q, k, v, out, dout, dq = {};
+  load_head(q, rows + t * 3 * C, HS);
+  load_head(dout, datt + token, HS);
+  load_head(out, att + token, HS);
+  const float delta_t = head_dot(dout, out);
+  if (threadIdx.x % 32 == 0) delta[row] = delta_t;
+
+  for (size_t u = 0; u <= t; u++) {
+    load_head(k, rows + u * 3 * C + C, HS);
+    load_head(v, rows + u * 3 * C + 2 * C, HS);
+    const float a = expf(scale * head_dot(q, k) - lse[row]);
+    add_head(dq, a * (head_dot(dout, v) - delta_t), k);
   }
-  if (query < T) store_plain(dqkv + (b * T + query) * 3 * C + head * HS, acc, scale, HS);
+  store_head(dqkv + (b * T + t) * 3 * C + head * HS, dq, scale, HS);
 }
 template <class floatX>
 __global__ void attention_backward_kv_plain_kernel(floatX* dqkv, const floatX* datt, const floatX* qkv,
                                                    const float* lse, const float* delta, size_t T, size_t C,
                                                    size_t HS, float scale) {
-  __shared__ PlainTile q, d, k, v;
-  __shared__ float weights[PLAIN][PLAIN + 1], dscores[PLAIN][PLAIN + 1];
-  const size_t head = blockIdx.y, b = blockIdx.z, k0 = blockIdx.x * size_t(PLAIN), key = k0 + threadIdx.y;
+  const size_t u = (blockIdx.x * size_t(blockDim.x) + threadIdx.x) / 32, head = blockIdx.y, b = blockIdx.z;
+  if (u >= T) return;
   const floatX* rows = qkv + b * T * 3 * C + head * HS;
-  load_plain(k, rows + C, 3 * C, k0, T, HS), load_plain(v, rows + 2 * C, 3 * C, k0, T, HS);
-  float acc_k[MAX_HEAD_SIZE / PLAIN] = {}, acc_v[MAX_HEAD_SIZE / PLAIN] = {};
-  for (size_t q0 = k0; q0 < T; q0 += PLAIN) {
-    load_plain(q, rows, 3 * C, q0, T, HS), load_plain(d, datt + b * T * C + head * HS, C, q0, T, HS);
-    __syncthreads();
-    const size_t query = q0 + threadIdx.x, at = (b * gridDim.y + head) * T + query;
-    float a = 0, dscore = 0;
-    if (key <= query && query < T) {
-      a = expf(scale * dot_plain(q, threadIdx.x, k, threadIdx.y, HS) - lse[at]);
-      dscore = a * (dot_plain(d, threadIdx.x, v, threadIdx.y, HS) - delta[at]);
-    }
-    weights[threadIdx.y][threadIdx.x] = a, dscores[threadIdx.y][threadIdx.x] = dscore;
-    __syncwarp();
-    mix_plain(acc_v, weights, d, HS), mix_plain(acc_k, dscores, q, HS);
-    __syncthreads();
+  HeadRow q, k, v, dout, dk = {}, dv = {};
+  load_head(k, rows + u * 3 * C + C, HS);
+  load_head(v, rows + u * 3 * C + 2 * C, HS);
+  for (size_t t = u; t < T; t++) {
+    const size_t row = (b * gridDim.y + head) * T + t;
+    load_head(q, rows + t * 3 * C, HS);
+    load_head(dout, datt + (b * T + t) * C + head * HS, HS);
+    const float a = expf(scale * head_dot(q, k) - lse[row]);
+    add_head(dv, a, dout);
+    add_head(dk, a * (head_dot(dout, v) - delta[row]), q);
   }
-  if (key >= T) return;
-  store_plain(dqkv + (b * T + key) * 3 * C + C + head * HS, acc_k, scale, HS);
-  store_plain(dqkv + (b * T + key) * 3 * C + 2 * C + head * HS, acc_v, 1, HS);
+  floatX* out = dqkv + (b * T + u) * 3 * C + head * HS;
+  store_head(out + C, dk, scale, HS);
+  store_head(out + 2 * C, dv, 1, HS);
 }
 
 // -- tensor-core tiles. A block of 4 warps owns rows: queries, or keys in the kernel for dk and dv. Tiles of 64
@@ -1226,9 +1243,15 @@ constexpr int STRIPS = HS <= 64 ? 2 : 1;
 template <int M>
 constexpr int OWN = 16 * M* FLASH_WARPS;  // rows of a block whose warps have M strips
 // Rows in shared memory are padded by 16 bytes, so that the eight rows of an 8x8 matrix meet no bank twice.
-// Offsets there are int: shared memory ends below 2^18 bytes, and wider ones take registers.
+// With 128 channels a block would then need more than the 99 KiB that every card has: there the eight rows have
+// their columns in different orders instead (tile_at). Offsets are int: wider ones take registers.
 template <int HS>
-constexpr int TILE_LD = HS + 8;
+constexpr int TILE_LD = HS == 128 ? HS : HS + 8;
+// Where a row and column of a tile are; the column is a multiple of 8.
+template <int HS>
+__device__ inline int tile_at(int row, int column) {
+  return row * TILE_LD<HS> + (HS == 128 ? column ^ row % 8 * 8 : column);
+}
 template <int HS>
 constexpr size_t ROW_BYTES = TILE_LD<HS> * sizeof(bf16);
 
@@ -1240,7 +1263,7 @@ __device__ inline void load_tile(bf16* tile, const bf16* rows, size_t ld, int ro
 #pragma unroll 4  // more would hold more addresses in registers than they are worth
   for (int n = 0; n < ROWS * HS / 8 / FLASH_THREADS; n++) {
     const unsigned i = n * FLASH_THREADS + threadIdx.x, r = i / (HS / 8), c = i % (HS / 8) * 8;
-    cp_async_16(tile + r * TILE_LD<HS> + c, from + (r * unsigned(ld) + c), r < live);
+    cp_async_16(tile + tile_at<HS>(int(r), int(c)), from + (r * unsigned(ld) + c), r < live);
   }
 }
 // s[16 M][8 N] += left[16 M][HS] right[8 N][HS]^T, both in shared memory
@@ -1251,13 +1274,15 @@ __device__ inline void product_nt(float (&s)[M][N][4], const bf16* left, const b
     unsigned a[M][4], b[4];
 #pragma unroll
     for (int m = 0; m < M; m++)
-      ldmatrix_x4(a[m], left + (m * 16 + lane % 16) * TILE_LD<HS> + c * 16 + lane / 16 * 8);
+      ldmatrix_x4(a[m], left + tile_at<HS>(m * 16 + lane % 16, c * 16 + lane / 16 * 8));
 #pragma unroll
     for (int n = 0; n < N; n += 2) {
-      ldmatrix_x4(b, right + (n * 8 + lane % 8 + lane / 16 * 8) * TILE_LD<HS> + c * 16 + lane / 8 % 2 * 8);
+      ldmatrix_x4(b, right + tile_at<HS>(n * 8 + lane % 8 + lane / 16 * 8, c * 16 + lane / 8 % 2 * 8));
 #pragma unroll
-      for (int m = 0; m < M; m++)
-        mma_m16n8k16(s[m][n], a[m], b[0], b[1]), mma_m16n8k16(s[m][n + 1], a[m], b[2], b[3]);
+      for (int m = 0; m < M; m++) {
+        mma_m16n8k16(s[m][n], a[m], b[0], b[1]);
+        mma_m16n8k16(s[m][n + 1], a[m], b[2], b[3]);
+      }
     }
   }
 }
@@ -1275,10 +1300,12 @@ __device__ inline void product_nn(float (&acc)[M][HS / 8][4], const float (&p)[M
         a[m][i] = pack_bf16(p[m][2 * c + i / 2][i % 2 * 2], p[m][2 * c + i / 2][i % 2 * 2 + 1]);
 #pragma unroll
     for (int n = 0; n < HS / 8; n += 2) {
-      ldmatrix_x4_trans(b, right + (c * 16 + lane % 16) * TILE_LD<HS> + n * 8 + lane / 16 * 8);
+      ldmatrix_x4_trans(b, right + tile_at<HS>(c * 16 + lane % 16, n * 8 + lane / 16 * 8));
 #pragma unroll
-      for (int m = 0; m < M; m++)
-        mma_m16n8k16(acc[m][n], a[m], b[0], b[1]), mma_m16n8k16(acc[m][n + 1], a[m], b[2], b[3]);
+      for (int m = 0; m < M; m++) {
+        mma_m16n8k16(acc[m][n], a[m], b[0], b[1]);
+        mma_m16n8k16(acc[m][n + 1], a[m], b[2], b[3]);
+      }
     }
   }
 }
@@ -1329,9 +1356,13 @@ __device__ inline void online_softmax(float (&s)[M][N][4], float (&acc)[M][O][4]
 #pragma unroll
         for (int i = 2 * half; i < 2 * half + 2; i++)
           more += s[m][n][i] = exp2_flushed(s[m][n][i] * to_base_2 - unit);
-      top[m][half] = new_top, sum[m][half] = sum[m][half] * shrink + more;
+      top[m][half] = new_top;
+      sum[m][half] = sum[m][half] * shrink + more;
 #pragma unroll
-      for (int n = 0; n < O; n++) acc[m][n][2 * half] *= shrink, acc[m][n][2 * half + 1] *= shrink;
+      for (int n = 0; n < O; n++) {
+        acc[m][n][2 * half] *= shrink;
+        acc[m][n][2 * half + 1] *= shrink;
+      }
     }
 }
 // Ends it: sums of weighted values become means, and top and sum the natural logarithm of the sum of
@@ -1347,7 +1378,10 @@ __device__ inline void finish_softmax(float (&acc)[M][O][4], const float (&top)[
       const size_t query = first + score_row(m, 2 * half, lane);
       if (lane % 4 == 0 && query < T) lse[query] = (top[m][half] * to_base_2 + log2f(total)) / LOG2_E;
 #pragma unroll
-      for (int n = 0; n < O; n++) acc[m][n][2 * half] *= inverse, acc[m][n][2 * half + 1] *= inverse;
+      for (int n = 0; n < O; n++) {
+        acc[m][n][2 * half] *= inverse;
+        acc[m][n][2 * half + 1] *= inverse;
+      }
     }
 }
 // A warp's accumulators times scale to its rows, of which the first is row0, as far as they are below T
@@ -1428,7 +1462,8 @@ __global__ void __launch_bounds__(FLASH_THREADS)
     load_tile<HS, TILE>(sv + buffer, rows + 2 * C, 3 * C, k0, T);
     cp_async_commit();
   };
-  load_tile<HS, OWN<M>>(sq, rows, 3 * C, q0, T), load_tile<HS, OWN<M>>(sd, drows, C, q0, T);
+  load_tile<HS, OWN<M>>(sq, rows, 3 * C, q0, T);
+  load_tile<HS, OWN<M>>(sd, drows, C, q0, T);
   load_keys(0);
   float row_lse[M][2] = {}, row_delta[M][2] = {};
 #pragma unroll
@@ -1440,7 +1475,8 @@ __global__ void __launch_bounds__(FLASH_THREADS)
         row_lse[m][half] = lse[at] * LOG2_E;
         for (int c = lane % 4 * 8; c < HS; c += 32) {
           float d[8], o[8];
-          load8(d, drows + query * C + c), load8(o, att + (b * T + query) * C + head * HS + c);
+          load8(d, drows + query * C + c);
+          load8(o, att + (b * T + query) * C + head * HS + c);
 #pragma unroll
           for (int k = 0; k < 8; k++) row_delta[m][half] += d[k] * o[k];
         }
@@ -1484,14 +1520,16 @@ __global__ void __launch_bounds__(FLASH_THREADS)
   const bf16 *rows = qkv + b * T * 3 * C + head * HS, *drows = datt + b * T * C + head * HS;
   auto load_queries = [&](int q0) {
     const int buffer = q0 / TILE % 2 * TILE * LD;
-    load_tile<HS, TILE>(sq + buffer, rows, 3 * C, q0, T), load_tile<HS, TILE>(sd + buffer, drows, C, q0, T);
+    load_tile<HS, TILE>(sq + buffer, rows, 3 * C, q0, T);
+    load_tile<HS, TILE>(sd + buffer, drows, C, q0, T);
     cp_async_commit();
   };
   auto fetch_statistics = [&](int q0) {  // of one query a thread
     const size_t query = q0 + threadIdx.x, at = (b * gridDim.y + head) * T + query;
     return threadIdx.x < TILE && query < T ? float2{lse[at] * LOG2_E, delta[at]} : float2{0, 0};
   };
-  load_tile<HS, OWN<M>>(sk, rows + C, 3 * C, k0, T), load_tile<HS, OWN<M>>(sv, rows + 2 * C, 3 * C, k0, T);
+  load_tile<HS, OWN<M>>(sk, rows + C, 3 * C, k0, T);
+  load_tile<HS, OWN<M>>(sv, rows + 2 * C, 3 * C, k0, T);
   load_queries(k0);
   float2 next = fetch_statistics(k0);
   float acc_k[M][HS / 8][4] = {}, acc_v[M][HS / 8][4] = {};
@@ -1499,7 +1537,10 @@ __global__ void __launch_bounds__(FLASH_THREADS)
     if (threadIdx.x < TILE) statistics[q0 % (2 * TILE) + threadIdx.x] = next;
     cp_async_wait<0>();
     __syncthreads();
-    if (q0 + TILE < int(T)) load_queries(q0 + TILE), next = fetch_statistics(q0 + TILE);
+    if (q0 + TILE < int(T)) {
+      load_queries(q0 + TILE);
+      next = fetch_statistics(q0 + TILE);
+    }
     for (int query = q0; query < q0 + TILE; query += CHUNK) {
       if (query + CHUNK <= first) continue;  // all of it lies before the warp's keys
       const int at = query % (2 * TILE) * LD;
@@ -1525,36 +1566,14 @@ __global__ void __launch_bounds__(FLASH_THREADS)
 }
 
 // Calls f with the head size as a compile-time constant and returns true, or returns false: take the plain way.
-template <class F>
-bool with_tensor_cores(size_t HS, F f) {
-  switch (HS) {
-    case 16:
-      f(std::integral_constant<int, 16>());
-      return true;
-    case 32:
-      f(std::integral_constant<int, 32>());
-      return true;
-    case 48:
-      f(std::integral_constant<int, 48>());
-      return true;
-    case 64:
-      f(std::integral_constant<int, 64>());
-      return true;
-    case 80:
-      f(std::integral_constant<int, 80>());
-      return true;
-    case 96:
-      f(std::integral_constant<int, 96>());
-      return true;
-    case 112:
-      f(std::integral_constant<int, 112>());
-      return true;
-    case 128:
-      f(std::integral_constant<int, 128>());
-      return true;
-    default:
-      return false;
+template <int HS = 16, class F>
+bool with_tensor_cores(size_t head_size, F f) {
+  if constexpr (HS <= MAX_HEAD_SIZE) {
+    if (head_size != HS) return with_tensor_cores<HS + 16>(head_size, f);
+    f(std::integral_constant<int, HS>());
+    return true;
   }
+  return false;
 }
 // Forward: token t meets t + 1 tokens, in two products, 4C operations each time. Backward: five such products.
 inline double attention_flops(size_t B, size_t T, size_t C) {
@@ -1582,8 +1601,8 @@ void attention_forward(floatX* att,        // (B,T,C)
                  ROW_BYTES<N> * (OWN<STRIPS<N>> + 4 * TILE), device.stream, att, lse, qkv, T, C, scale);
         }))
       return;
-  launch(attention_forward_plain_kernel<floatX>, dim3(ceil_div(T, PLAIN), unsigned(NH), unsigned(B)),
-         dim3(PLAIN, PLAIN), 0, device.stream, att, lse, qkv, T, C, HS, scale);
+  launch(attention_forward_plain_kernel<floatX>, dim3(ceil_div(T, 4), unsigned(NH), unsigned(B)), 128, 0,
+         device.stream, att, lse, qkv, T, C, HS, scale);
 }
 
 // forward: att_t = sum_u a_tu v_u, a_t = softmax(score_t), score_tu = scale q_t . k_u
@@ -1611,10 +1630,10 @@ void attention_backward(floatX* dqkv,                         // (B,T,3C)
                  tiles + sizeof(float2) * 2 * TILE, device.stream, dqkv, datt, qkv, lse, delta, T, C, scale);
         }))
       return;
-  const dim3 grid(ceil_div(T, PLAIN), unsigned(NH), unsigned(B)), block(PLAIN, PLAIN);
-  launch(attention_backward_q_plain_kernel<floatX>, grid, block, 0, device.stream, dqkv, delta, datt, qkv, att,
+  const dim3 grid(ceil_div(T, 4), unsigned(NH), unsigned(B));
+  launch(attention_backward_q_plain_kernel<floatX>, grid, 128, 0, device.stream, dqkv, delta, datt, qkv, att,
          lse, T, C, HS, scale);
-  launch(attention_backward_kv_plain_kernel<floatX>, grid, block, 0, device.stream, dqkv, datt, qkv, lse, delta,
+  launch(attention_backward_kv_plain_kernel<floatX>, grid, 128, 0, device.stream, dqkv, datt, qkv, lse, delta,
          T, C, HS, scale);
 }
 
@@ -1626,7 +1645,8 @@ __global__ void swiglu_forward_kernel(floatX* act, const floatX* gate, const flo
   const size_t i = (blockIdx.x * size_t(blockDim.x) + threadIdx.x) * 8;
   if (i >= n) return;
   float g[8], u[8];
-  load8(g, gate + i), load8(u, up + i);
+  load8(g, gate + i);
+  load8(u, up + i);
   for (int k = 0; k < 8; k++) u[k] *= g[k] / (1 + __expf(-g[k]));
   store8(act + i, u);
 }
@@ -1645,14 +1665,18 @@ __global__ void swiglu_backward_kernel(floatX* dgate, floatX* dup, floatX* act, 
   const size_t i = (blockIdx.x * size_t(blockDim.x) + threadIdx.x) * 8;
   if (i >= n) return;
   float g[8], u[8], d[8];
-  load8(g, gate + i), load8(u, up + i), load8(d, dact + i);
+  load8(g, gate + i);
+  load8(u, up + i);
+  load8(d, dact + i);
   for (int k = 0; k < 8; k++) {
     const float sigmoid = 1 / (1 + __expf(-g[k])), silu = g[k] * sigmoid, dk = d[k];
     d[k] = silu * u[k];
     g[k] = dk * u[k] * sigmoid * (1 + g[k] * (1 - sigmoid));
     u[k] = dk * silu;
   }
-  store8(dgate + i, g), store8(dup + i, u), store8(act + i, d);
+  store8(dgate + i, g);
+  store8(dup + i, u);
+  store8(act + i, d);
 }
 // forward: act = g sigmoid(g) up       dup = dact silu(g)      dg = dact up sigmoid(g) (1 + g (1 - sigmoid(g)))
 // act, which w_down's gradient needs and nobody kept, comes along. Outputs may take the place of inputs.
@@ -1668,53 +1692,64 @@ void swiglu_backward(floatX* dgate, floatX* dup, floatX* act,  // (n)
 
 // ---- classifier: tied head and softmax cross-entropy ---------------------------------------------------
 
-// One block of 512 threads per row: loss, guess, and (if gradients) dlogits in the place of the logits. The
-// first visit is an online softmax; the second finds the row in the L2 cache. Padding, V .. Vp-1, becomes zero.
-constexpr size_t CROSS_ENTROPY_THREADS = 512;
+// One block of 512 threads per row: loss, and (if gradients) dlogits in the place of the logits. The first
+// visit is an online softmax; the second finds the row in the L2 cache, its end first, which was read last.
+// Padding, V .. Vp-1, becomes zero. Everything in base 2, where exp is one instruction.
+constexpr int CROSS_ENTROPY_THREADS = 512;
 template <class floatX>
-__global__ void cross_entropy_kernel(float* losses, int* guesses, floatX* logits, const int* targets,
-                                     float dloss, bool gradients, size_t V, size_t Vp) {
-  constexpr size_t WARPS = CROSS_ENTROPY_THREADS / 32;
+__global__ void cross_entropy_kernel(float* losses, floatX* logits, const int* targets, float dloss,
+                                     bool gradients, int V, int Vp) {
+  constexpr int WARPS = CROSS_ENTROPY_THREADS / 32, STRIDE = CROSS_ENTROPY_THREADS * 8;
   __shared__ float tops[WARPS], sums[WARPS];
-  __shared__ int bests[WARPS];
-  const size_t row = blockIdx.x, target = size_t(targets[row]);
+  const size_t row = blockIdx.x;
+  const int target = targets[row], start = int(threadIdx.x) * 8;
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  floatX* z = logits + row * Vp;
+  floatX* z = logits + row * size_t(Vp);
   const float target_logit = to_float(z[target]);  // read by all before the first barrier, overwritten after it
-  float top = -INFINITY, sum = 0, v[8];
-  int best = INT32_MAX;
-  for (size_t i = size_t(threadIdx.x) * 8; i < V; i += CROSS_ENTROPY_THREADS * 8) {
+  const auto load_logits = [&](float(&v)[8], int i) {
     load8(v, z + i);
-    float new_top = top;
-    for (int k = 0; k < 8; k++) {
+    if (i + 8 <= V) return;
+#pragma unroll
+    for (int k = 0; k < 8; k++)
       if (i + k >= V) v[k] = -INFINITY;
-      if (v[k] > new_top) new_top = v[k], best = int(i) + k;
-    }
-    if (new_top > top) sum *= __expf(top - new_top), top = new_top;
-    if (top > -INFINITY)
-      for (int k = 0; k < 8; k++) sum += __expf(v[k] - top);
+  };
+
+  float top = -INFINITY, sum = 0, v[8];
+  for (int i = start; i < V; i += STRIDE) {
+    load_logits(v, i);
+    float new_top = top;
+#pragma unroll
+    for (int k = 0; k < 8; k++) new_top = fmaxf(new_top, v[k]);
+    if (new_top == -INFINITY) continue;
+
+    sum *= exp2_flushed((top - new_top) * LOG2_E);
+    top = new_top;
+#pragma unroll
+    for (int k = 0; k < 8; k++) sum += exp2_flushed((v[k] - top) * LOG2_E);
   }
-  // Combine the warp's pairs (top, sum), then the block's; of equal tops the lowest number wins.
+
+  // Combine the warp's pairs (top, sum), then the block's.
   const float warp_top = warp_max(top);
-  sum = warp_sum(top > -INFINITY ? sum * __expf(top - warp_top) : 0.0f);
-  best = __reduce_min_sync(ALL_LANES, top == warp_top ? best : INT32_MAX);
-  if (lane == 0) tops[warp] = warp_top, sums[warp] = sum, bests[warp] = best;
-  __syncthreads();
-  top = lane < WARPS ? tops[lane] : -INFINITY, sum = lane < WARPS ? sums[lane] : 0.0f;
-  best = lane < WARPS ? bests[lane] : INT32_MAX;
-  const float row_top = warp_max(top);
-  best = __reduce_min_sync(ALL_LANES, top == row_top ? best : INT32_MAX);
-  sum = warp_sum(top > -INFINITY ? sum * __expf(top - row_top) : 0.0f);
-  if (threadIdx.x == 0) {
-    losses[row] = logf(sum) - (target_logit - row_top);  // the difference first: large logits lose digits
-    if (guesses) guesses[row] = best;
+  sum = warp_sum(top > -INFINITY ? sum * exp2_flushed((top - warp_top) * LOG2_E) : 0.0f);
+  if (lane == 0) {
+    tops[warp] = warp_top;
+    sums[warp] = sum;
   }
-  if (!gradients) return;
+  __syncthreads();
+  top = lane < WARPS ? tops[lane] : -INFINITY;
+  sum = lane < WARPS ? sums[lane] : 0.0f;
+  const float row_top = warp_max(top);
+  sum = warp_sum(top > -INFINITY ? sum * exp2_flushed((top - row_top) * LOG2_E) : 0.0f);
+  // The difference first: large logits would lose the digits of log(sum).
+  if (threadIdx.x == 0) losses[row] = logf(sum) - (target_logit - row_top);
+  if (!gradients || start >= Vp) return;
+
   const float scale = dloss / sum;
-  for (size_t i = size_t(threadIdx.x) * 8; i < Vp; i += CROSS_ENTROPY_THREADS * 8) {
-    load8(v, z + i);
+  for (int i = start + (Vp - 1 - start) / STRIDE * STRIDE; i >= 0; i -= STRIDE) {
+    load_logits(v, i);
+#pragma unroll
     for (int k = 0; k < 8; k++) {
-      v[k] = i + k < V ? __expf(v[k] - row_top) * scale : 0.0f;
+      v[k] = exp2_flushed((v[k] - row_top) * LOG2_E) * scale;
       if (i + k == target) v[k] -= dloss;
     }
     store8(z + i, v);
@@ -1723,13 +1758,12 @@ __global__ void cross_entropy_kernel(float* losses, int* guesses, floatX* logits
 
 template <class floatX>
 void cross_entropy(float* losses,       // (rows), nats
-                   int* guesses,        // (rows), or null
                    floatX* logits,      // (rows,Vp): becomes the logits' gradients, if `gradients`
                    const int* targets,  // (rows)
                    float dloss, bool gradients, size_t rows, size_t V, size_t Vp) {
   NVTX_RANGE(rows * (V + (gradients ? Vp : 0)) * sizeof(floatX));
-  launch(cross_entropy_kernel<floatX>, unsigned(rows), CROSS_ENTROPY_THREADS, 0, device.stream, losses, guesses,
-         logits, targets, dloss, gradients, V, Vp);
+  launch(cross_entropy_kernel<floatX>, unsigned(rows), CROSS_ENTROPY_THREADS, 0, device.stream, losses, logits,
+         targets, dloss, gradients, int(V), int(Vp));
 }
 
 // logits = x wte^T over the V real tokens, loss = -log softmax(logits)[target], a chunk of rows at a time: its
@@ -1737,7 +1771,6 @@ void cross_entropy(float* losses,       // (rows), nats
 //   dlogits = (softmax(logits) - onehot(target)) dloss      dx = dlogits wte      dwte += dlogits^T x
 template <class floatX>
 void classifier(float* losses,       // (BT), nats
-                int* guesses,        // (BT): the most likely next token; or null
                 floatX* dx,          // (BT,C); null: no gradients
                 float* dwte,         // (Vp,C)
                 const floatX* x,     // (BT,C)
@@ -1750,8 +1783,7 @@ void classifier(float* losses,       // (BT), nats
   for (size_t row0 = 0; row0 < BT; row0 += chunk_rows) {
     const size_t rows = std::min(chunk_rows, BT - row0);
     matmul_forward(logits, x + row0 * C, wte, rows, C, Vp, Vp);
-    cross_entropy(losses + row0, guesses ? guesses + row0 : nullptr, logits, targets + row0, dloss,
-                  dx != nullptr, rows, V, Vp);
+    cross_entropy(losses + row0, logits, targets + row0, dloss, dx != nullptr, rows, V, Vp);
     if (!dx) continue;
     matmul_backward_input(dx + row0 * C, logits, wte, rows, C, Vp, Vp);
     matmul_backward_weight(dwte, logits, x + row0 * C, rows, C, Vp, Vp);
@@ -1781,14 +1813,14 @@ struct Activations {
   floatX *dqkv, *datt;     // (B,T,3C), (B,T,C)
   float* attention_delta;  // (B,NH,T)
   // What a step needs besides.
-  float *w, *dw;       // (routes,C): query * gain, and its gradient
-  float* rows;         // (token_blocks(), MAX_ROUTE_LIST, C), at least Vp: sums over tokens, stage one
-  double* norm_sums;   // (NORM_BLOCKS)
-  double* route_sums;  // (L, ldp, 3): see add_route_stats
-  int *tokens, *targets, *guesses;  // (B,T)
-  int* sorted_tokens;               // (3 B,T + 1): positions, starts, ids
-  float2* rope_angles;              // (T,HS/2)
-  Fold* folds;                      // (routes)
+  float *w, *dw;          // (routes,C): query * gain, and its gradient
+  float* rows;            // (token_blocks(), MAX_ROUTE_LIST, C), at least Vp: sums over tokens, stage one
+  double* norm_sums;      // (NORM_BLOCKS)
+  double* route_sums;     // (L, ldp, 3): see add_route_stats
+  int *tokens, *targets;  // (B,T)
+  int* sorted_tokens;     // (3 B,T + 1): positions, starts, ids
+  float2* rope_angles;    // (T,HS/2)
+  Fold* folds;            // (routes)
 };
 
 // A micro-batch on its way through the GPU: the pinned memory that copies read and write behind the host's
@@ -1811,16 +1843,16 @@ struct Model {
   size_t num_weights = 0;                        // elements of the rounded copies, 0 for float
   size_t chunk_rows = 0;                         // rows that the classifier works on at a time
   Activations<floatX> acts = {};
-  InFlight in_flight[2] = {};        // while the GPU works on one micro-batch, the host fills the other
-  float* checkpoint_copy = nullptr;  // (3, num_elements), pinned: parameters and moments, for model_save
-  std::future<void> saving;          // the file that a thread writes from it
+  InFlight in_flight[2] = {};  // while the GPU works on one micro-batch, the host fills the other
 };
 
-inline size_t checkpoint_copy_bytes(const Config& c) { return 3 * count_elements(c) * sizeof(float); }
 inline void allocate_tensors(Tensors<float>& tensors, const Config& config, const char* family) {
   float* next = device_array<float>(count_elements(config), family);
   for (const TensorSpec& t : tensor_table(config))
-    if (t.present) tensors.tensor(t.id) = next, next += t.size();
+    if (t.present) {
+      tensors.tensor(t.id) = next;
+      next += t.size();
+    }
 }
 
 // Sites and routes are numbered in the order of the forward. The first site has one source, hence no routing:
@@ -1878,14 +1910,15 @@ void for_each_activation(Activations<floatX>& a, const Config& c, size_t B, size
   visit("workspace", "route statistics", a.route_sums, c.L * c.max_sources() * 3);
   visit("workspace", "tokens", a.tokens, BT);
   visit("workspace", "targets", a.targets, BT);
-  visit("workspace", "guesses", a.guesses, BT);
   visit("workspace", "sorted tokens", a.sorted_tokens, 3 * BT + 1);
   visit("workspace", "rope angles", a.rope_angles, T * c.HS() / 2);
   visit("workspace", "fold table", a.folds, routes);
 }
 
 // What the kernels cannot do, said before anything is allocated.
-inline void check_config(const Config& c) {
+inline void check_config(const Config& c, size_t B) {
+  constexpr size_t MAX_BATCH = 65535;  // blocks in the third dimension of a grid
+  if (B > MAX_BATCH) fatal(EXIT_USAGE, "--batch %zu: on the GPU at most %zu", B, MAX_BATCH);
   if (c.C % 8 != 0 || c.C > MAX_ROUTE_WIDTH)
     fatal(EXIT_USAGE, "--width %zu: on the GPU a multiple of 8, at most %zu", c.C, MAX_ROUTE_WIDTH);
   if (c.F % 8 != 0) fatal(EXIT_USAGE, "--ffn %zu: on the GPU a multiple of 8", c.F);
@@ -1901,10 +1934,11 @@ __global__ void round_kernel(floatX* out, const float* in, size_t n) {
 // After the parameters have come from elsewhere: whatever is derived from them.
 template <class floatX>
 void model_refresh(Model<floatX>& m) {
-  for (const TensorSpec& t : tensor_table(m.config))
-    if (t.is_matrix() && m.num_weights > 0)
-      launch(round_kernel<floatX>, ceil_div(t.size(), 256), 256, 0, device.stream, m.weights.tensor(t.id),
-             m.params.tensor(t.id), t.size());
+  if constexpr (!std::is_same<floatX, float>::value)
+    for (const TensorSpec& t : tensor_table(m.config))
+      if (t.is_matrix())
+        launch(round_kernel<floatX>, ceil_div(t.size(), 256), 256, 0, device.stream, m.weights.tensor(t.id),
+               m.params.tensor(t.id), t.size());
   if (m.config.has_routes()) fold_gain(m.acts.w, m.acts.folds, total_routes(m.config), m.config.C);
 }
 
@@ -1938,9 +1972,12 @@ template <class floatX>
 void model_create(Model<floatX>& m, const Config& config, size_t B, size_t T, uint64_t seed,
                   bool recompute = false) {
   NVTX_RANGE();
-  check_config(config);
+  check_config(config, B);
   device_open();
-  m.config = config, m.B = B, m.T = T, m.recompute = recompute;
+  m.config = config;
+  m.B = B;
+  m.T = T;
+  m.recompute = recompute;
   m.num_elements = count_elements(config);
   allocate_tensors(m.params, config, "parameters");
   allocate_tensors(m.grads, config, "gradients");
@@ -1953,7 +1990,10 @@ void model_create(Model<floatX>& m, const Config& config, size_t B, size_t T, ui
     for (const TensorSpec& t : tensor_table(config)) m.num_weights += t.is_matrix() ? t.size() : 0;
     floatX* next = device_array<floatX>(m.num_weights, "bf16 copies of the matrices");
     for (const TensorSpec& t : tensor_table(config))
-      if (t.is_matrix()) m.weights.tensor(t.id) = next, next += t.size();
+      if (t.is_matrix()) {
+        m.weights.tensor(t.id) = next;
+        next += t.size();
+      }
   }
   if (m.chunk_rows == 0) m.chunk_rows = classifier_rows(config, B * T);
   const char* hint = recompute ? "lower --batch" : "lower --batch, or add --recompute";
@@ -1968,15 +2008,10 @@ void model_create(Model<floatX>& m, const Config& config, size_t B, size_t T, ui
     CUDA_CHECK(cudaMallocHost(&batch.losses, B * T * sizeof(float)));
     CUDA_CHECK(cudaEventCreateWithFlags(&batch.done, cudaEventDisableTiming));
   }
-  if (cudaMallocHost(&m.checkpoint_copy, checkpoint_copy_bytes(config)) != cudaSuccess)
-    fatal(EXIT_ERROR,
-          "out of host memory: the copy for checkpoints needs %s, pinned; lower the sizes of the"
-          " model",
-          human_bytes(checkpoint_copy_bytes(config)).c_str());
   const std::vector<float> angles = rope_angles(T, config.HS());
   upload(reinterpret_cast<float*>(m.acts.rope_angles), angles.data(), angles.size());
   const std::vector<Fold> folds = fold_table(m);
-  upload(m.acts.folds, folds.data(), folds.size());
+  if (!folds.empty()) upload(m.acts.folds, folds.data(), folds.size());
   for (const TensorSpec& t : tensor_table(config)) {
     std::vector<float> initial(t.size());
     for (size_t i = 0; i < initial.size(); i++) initial[i] = initial_value(t, config, seed, i);
@@ -1998,7 +2033,6 @@ void model_free(Model<floatX>& m) {
     CUDA_CHECK(cudaFreeHost(batch.losses));
     CUDA_CHECK(cudaEventDestroy(batch.done));
   }
-  CUDA_CHECK(cudaFreeHost(m.checkpoint_copy));
   m = Model<floatX>();
 }
 
@@ -2018,19 +2052,26 @@ Site<floatX> site_at(const Model<floatX>& m, size_t i, size_t BT) {
   const Config& c = m.config;
   const Activations<floatX>& a = m.acts;
   Site<floatX> site = {};
-  site.i = i, site.R = i == 0 ? 0 : c.num_routes(i), site.route = route_number(c, i);
+  site.i = i;
+  site.R = i == 0 ? 0 : c.num_routes(i);
+  site.route = route_number(c, i);
   site.sources = {a.stream, a.rstd, c.S, i};
-  site.p = a.p + site.route * BT * c.max_sources(), site.w = a.w + site.route * c.C;
+  site.p = a.p + site.route * BT * c.max_sources();
+  site.w = a.w + site.route * c.C;
   site.average = c.arch == Arch::average && site.R == 2;
   site.inputs = site.R == 2 && !site.average ? 2 : 1;
   const Tensors<float>&w = m.params, &d = m.grads;
   const size_t layer = i / 2 * c.C;
-  if (i == c.sublayers())
-    site.norm = w.final_norm, site.dnorm = d.final_norm;
-  else if (i % 2 == 1)
-    site.norm = w.mlp_norm + layer, site.dnorm = d.mlp_norm + layer;
-  else
-    site.norm = w.attn_norm + layer, site.dnorm = d.attn_norm + layer;
+  if (i == c.sublayers()) {
+    site.norm = w.final_norm;
+    site.dnorm = d.final_norm;
+  } else if (i % 2 == 1) {
+    site.norm = w.mlp_norm + layer;
+    site.dnorm = d.mlp_norm + layer;
+  } else {
+    site.norm = w.attn_norm + layer;
+    site.dnorm = d.attn_norm + layer;
+  }
   return site;
 }
 
@@ -2110,10 +2151,10 @@ void read_sources_backward(Model<floatX>& m, const Site<floatX>& site, std::vect
     // One source: x again, then the norm's backward straight into that source's gradient. In a residual network
     // it is the running sum's, which starts at the head; else the embedding's, which nobody has started if
     // there is one block only.
-    const bool first = c.has_routes() ? c.blocks() == 1 : site.i == last;
+    const bool overwrite = c.has_routes() ? c.blocks() == 1 : site.i == last;
     read_sources(m, site, BT);
     rmsnorm_backward(a.dbank, site.dnorm, dh, a.stream + site.i * BT * C, a.rstd + site.i * BT, site.norm,
-                     first, a.rows, BT, C);
+                     overwrite, a.rows, BT, C);
     return;
   }
   // tied: both inputs are one function of one query, so their gradients have met in dx already, as in `block`.
@@ -2149,8 +2190,8 @@ void model_backward(Model<floatX>& m, size_t B, size_t T, const TokenBuckets& bu
     if (i % c.S != 0 || waiting.empty()) return;
     // The first visit, by the last block, overwrites. With one block, the first site has started the
     // embedding's gradient.
-    const bool first = i / c.S + 1 == c.blocks() && c.blocks() > 1;
-    route_backward_bank(a.dbank, a.dw, a.dh, a.delta, site_at(m, i, BT).sources, a.p, a.w, waiting, first,
+    const bool overwrite = i / c.S + 1 == c.blocks() && c.blocks() > 1;
+    route_backward_bank(a.dbank, a.dw, a.dh, a.delta, site_at(m, i, BT).sources, a.p, a.w, waiting, overwrite,
                         a.rows, BT, C, c.max_sources());
     waiting.clear();
   };
@@ -2162,7 +2203,10 @@ void model_backward(Model<floatX>& m, size_t B, size_t T, const TokenBuckets& bu
       const Site<floatX> site = site_at(m, 2 * l + 1, BT);
       const size_t kept = (m.recompute ? 0 : l) * BT * F;
       floatX *gate = a.gate + kept, *up = a.up + kept;
-      if (m.recompute) read_sources(m, site, BT), gate_and_up(m, l, BT);
+      if (m.recompute) {
+        read_sources(m, site, BT);
+        gate_and_up(m, l, BT);
+      }
       matmul_backward_input(a.act, dpartial(site.i), w.w_down + l * C * F, BT, F, C, C);  // dact
       swiglu_backward(gate, up, a.act, a.act, gate, up, BT * F);                          // dgate, dup, act
       matmul_backward_weight(d.w_down + l * C * F, dpartial(site.i), a.act, BT, F, C, C);
@@ -2217,8 +2261,8 @@ void start_micro_batch(Model<floatX>& m, InFlight& batch, size_t B, size_t T, si
   copy_later(a.targets, batch.targets, BT, cudaMemcpyHostToDevice);
   copy_later(a.sorted_tokens, batch.sorted_tokens, sorted.size(), cudaMemcpyHostToDevice);
   model_forward(m, B, T);
-  classifier(a.losses, nullptr, a.dh, m.grads.wte, a.x, m.weights.wte, a.targets,
-             1 / (float(BT) * float(accumulation)), a.logits, m.chunk_rows, BT, c.C, c.V, c.Vp());
+  classifier(a.losses, a.dh, m.grads.wte, a.x, m.weights.wte, a.targets, 1 / (float(BT) * float(accumulation)),
+             a.logits, m.chunk_rows, BT, c.C, c.V, c.Vp());
   model_backward(m, B, T,
                  {a.sorted_tokens, a.sorted_tokens + BT, a.sorted_tokens + BT + distinct + 1, distinct});
   copy_later(batch.losses, a.losses, BT, cudaMemcpyDeviceToHost);
@@ -2240,10 +2284,10 @@ double model_loss_and_gradients(Model<floatX>& m, const int* tokens, const int* 
   return finish_micro_batch(batch, B * T);
 }
 
-// Losses only, per token in acts.losses; guesses (B,T), or null, gets the most likely next tokens.
+// Losses only; token_losses (B,T), or null, gets each token's.
 template <class floatX>
 double model_loss(Model<floatX>& m, const int* tokens, const int* targets, size_t B, size_t T,
-                  int* guesses = nullptr, std::vector<float>* token_losses = nullptr) {
+                  std::vector<float>* token_losses = nullptr) {
   const Config& c = m.config;
   const Activations<floatX>& a = m.acts;
   const size_t BT = B * T;
@@ -2251,11 +2295,10 @@ double model_loss(Model<floatX>& m, const int* tokens, const int* targets, size_
   upload(a.targets, targets, BT);
   model_forward(m, B, T);
   floatX* no_gradients = nullptr;
-  classifier(a.losses, a.guesses, no_gradients, nullptr, a.x, m.weights.wte, a.targets, 0, a.logits,
-             m.chunk_rows, BT, c.C, c.V, c.Vp());
+  classifier(a.losses, no_gradients, nullptr, a.x, m.weights.wte, a.targets, 0, a.logits, m.chunk_rows, BT, c.C,
+             c.V, c.Vp());
   std::vector<float> losses(BT);
   download(losses.data(), a.losses, BT);
-  if (guesses) download(guesses, a.guesses, BT);
   const double mean = mean_loss(losses.data(), BT);
   if (token_losses) *token_losses = std::move(losses);
   return mean;
@@ -2269,7 +2312,8 @@ __global__ void route_sums_kernel(double* sums, const float* p, const float* q, 
   double sum_p = 0, sum_q = 0, js = 0;
   for (size_t bt = threadIdx.x; bt < BT; bt += SUM_THREADS) {
     const double pj = p[bt * ldp + blockIdx.x], qj = q[bt * ldp + blockIdx.x], mj = (pj + qj) / 2;
-    sum_p += pj, sum_q += qj;
+    sum_p += pj;
+    sum_q += qj;
     if (pj > 0) js += pj * log(pj / mj) / 2;
     if (qj > 0) js += qj * log(qj / mj) / 2;
   }
@@ -2279,7 +2323,11 @@ __global__ void route_sums_kernel(double* sums, const float* p, const float* q, 
   __syncthreads();
   js = block_sum(js);
   double* out = sums + size_t(blockIdx.x) * 3;
-  if (threadIdx.x == 0) out[0] = sum_p, out[1] = sum_q, out[2] = js;
+  if (threadIdx.x == 0) {
+    out[0] = sum_p;
+    out[1] = sum_q;
+    out[2] = js;
+  }
 }
 // Adds the last forward's attention routes to the sums in stats: the weight on each source for QK and for V,
 // and the Jensen-Shannon divergence between the two, JS = (KL(p||m) + KL(q||m)) / 2 with m = (p + q) / 2.
@@ -2298,17 +2346,66 @@ void add_route_stats(RouteStats& stats, const Model<floatX>& m, size_t BT) {
   std::vector<double> sums(c.L * ldp * 3, double(BT));
   sums[2] = 0;
   if (c.L > 1) download(&sums[ldp * 3], m.acts.route_sums + ldp * 3, (c.L - 1) * ldp * 3);
-  stats.qk.resize(c.L), stats.v.resize(c.L), stats.js_nats.resize(c.L);
+  stats.qk.resize(c.L);
+  stats.v.resize(c.L);
+  stats.js_nats.resize(c.L);
   for (size_t l = 0; l < c.L; l++) {
     const size_t K = c.num_sources(2 * l);
     const bool two = c.num_routes(2 * l) == 2;
-    stats.qk[l].resize(K), stats.v[l].resize(two ? K : 0);
+    stats.qk[l].resize(K);
+    stats.v[l].resize(two ? K : 0);
     for (size_t j = 0; j < K; j++) {
       const double* of_source = &sums[(l * ldp + j) * 3];
-      stats.qk[l][j] += of_source[0], stats.js_nats[l] += of_source[2];
+      stats.qk[l][j] += of_source[0];
+      stats.js_nats[l] += of_source[2];
       if (two) stats.v[l][j] += of_source[1];
     }
   }
+}
+
+// ---- a number that is not finite -----------------------------------------------------------------------
+
+// Rows of n numbers, a distance of ld apart, of which the first `used` count.
+template <class T>
+bool all_finite(const T* values, size_t rows, size_t ld, size_t used) {
+  std::vector<T> copy(rows * ld);
+  download(copy.data(), values, copy.size());
+  for (size_t i = 0; i < copy.size(); i++)
+    if (i % ld < used && !std::isfinite(float(copy[i]))) return false;
+  return true;
+}
+
+// Names a tensor and layer of a family that holds a number that is not finite: of several the one nearest to
+// the output, where a bad gradient begins before it spreads to all that comes below. "" if all are finite.
+inline std::string find_non_finite(const Config& c, Tensors<float>& family) {
+  return nearest_to_output(c, [&](TensorId id, size_t offset, size_t n) {
+    return !all_finite(family.tensor(id) + offset, 1, n, n);
+  });
+}
+
+// Where numbers stopped being finite, for the message that ends the run, after model_loss_and_gradients of one
+// micro-batch from gradients of zero: what comes first in the order of a step. "" if all are finite.
+template <class floatX>
+std::string blame_non_finite(Model<floatX>& m, size_t BT) {
+  const Config& c = m.config;
+  const Activations<floatX>& a = m.acts;
+  const auto sublayer = [](size_t i) {
+    return format("%s, layer %zu", i % 2 ? "feed-forward" : "attention", i / 2);
+  };
+  const std::string parameter = find_non_finite(c, m.params);
+  if (!parameter.empty()) return "parameter " + parameter;
+  for (size_t i = 0; i <= c.sublayers(); i++) {
+    const Site<floatX> site = site_at(m, i, BT);
+    if (!all_finite(a.stream + i * BT * c.C, BT, c.C, c.C))
+      return i == 0 ? "the embedding" : "the output of the " + sublayer(i - 1);
+    if (!all_finite(site.p, site.R * BT, c.max_sources(), c.num_sources(i)))
+      return i == c.sublayers() ? "the output route" : "a route of the " + sublayer(i);
+  }
+  read_sources(m, site_at(m, c.sublayers(), BT), BT);
+  if (!all_finite(a.x, BT, c.C, c.C)) return "what the head reads";
+  if (!all_finite(a.losses, 1, BT, BT)) return "the logits";
+  const std::string gradient = find_non_finite(c, m.grads);
+  return gradient.empty() ? "" : "gradient of " + gradient;
 }
 
 // ---- AdamW ---------------------------------------------------------------------------------------------
@@ -2354,20 +2451,25 @@ struct AdamStep {
 };
 template <class floatX>
 __global__ void adamw_kernel(float* p, floatX* working, float* m, float* v, const float* g, size_t n,
-                             AdamStep by) {
+                             AdamStep rates) {
   const size_t i = (blockIdx.x * size_t(blockDim.x) + threadIdx.x) * 4;
   if (i >= n) return;
   constexpr float BETA1 = float(ADAM_BETA1), BETA2 = float(ADAM_BETA2), EPSILON = float(ADAM_EPS);
   float param[4], mean[4], square[4], grad[4];
-  load4(param, p + i), load4(mean, m + i), load4(square, v + i), load4(grad, g + i);
+  load4(param, p + i);
+  load4(mean, m + i);
+  load4(square, v + i);
+  load4(grad, g + i);
   for (int k = 0; k < 4; k++) {
-    grad[k] *= by.scale;
+    grad[k] *= rates.scale;
     mean[k] = BETA1 * mean[k] + (1 - BETA1) * grad[k];
     square[k] = BETA2 * square[k] + (1 - BETA2) * grad[k] * grad[k];
-    const float step = by.rate * (mean[k] * by.correct1) / (sqrtf(square[k] * by.correct2) + EPSILON);
-    param[k] -= step + by.shrink * param[k];
+    const float step = rates.rate * (mean[k] * rates.correct1) / (sqrtf(square[k] * rates.correct2) + EPSILON);
+    param[k] -= step + rates.shrink * param[k];
   }
-  store4(p + i, param), store4(m + i, mean), store4(v + i, square);
+  store4(p + i, param);
+  store4(m + i, mean);
+  store4(v + i, square);
   if (working) store4(working + i, param);
 }
 // One step for n numbers: m and v are running means of g and g^2, corrected for having started at zero.
@@ -2376,10 +2478,10 @@ template <class floatX>
 void adamw(float* p, floatX* working, float* m, float* v, const float* g, size_t n, double grad_scale,
            double lr, double decay, size_t step) {
   NVTX_RANGE(n * (7 * sizeof(float) + (working ? sizeof(floatX) : 0)));
-  const AdamStep by = {float(grad_scale), float(lr), float(lr * decay),
-                       float(1 / (1 - std::pow(ADAM_BETA1, double(step)))),
-                       float(1 / (1 - std::pow(ADAM_BETA2, double(step))))};
-  launch(adamw_kernel<floatX>, ceil_div(n / 4, 256), 256, 0, device.stream, p, working, m, v, g, n, by);
+  const AdamStep rates = {float(grad_scale), float(lr), float(lr * decay),
+                          float(1 / (1 - std::pow(ADAM_BETA1, double(step)))),
+                          float(1 / (1 - std::pow(ADAM_BETA2, double(step))))};
+  launch(adamw_kernel<floatX>, ceil_div(n / 4, 256), 256, 0, device.stream, p, working, m, v, g, n, rates);
 }
 
 // step counts from 1. Gradients are scaled by grad_scale (clipping) on the way in.
@@ -2403,49 +2505,6 @@ void model_zero_grad(Model<floatX>& m) {
   zero(m.grads.wte, m.num_elements);
 }
 
-// Rows of n numbers, a distance of ld apart, of which the first `used` count.
-template <class T>
-bool all_finite(const T* values, size_t rows, size_t ld, size_t used) {
-  std::vector<T> copy(rows * ld);
-  download(copy.data(), values, copy.size());
-  for (size_t i = 0; i < copy.size(); i++)
-    if (i % ld < used && !std::isfinite(float(copy[i]))) return false;
-  return true;
-}
-
-// Names a tensor and layer of a family that holds a number that is not finite: of several the one nearest to
-// the output, where a bad gradient begins before it spreads to all that comes below. "" if all are finite.
-inline std::string find_non_finite(const Config& c, Tensors<float>& family) {
-  return nearest_to_output(c, [&](TensorId id, size_t offset, size_t n) {
-    return !all_finite(family.tensor(id) + offset, 1, n, n);
-  });
-}
-
-// Where numbers stopped being finite, for the message that ends the run, after model_loss_and_gradients of one
-// micro-batch from gradients of zero: what comes first in the order of a step. "" if all are finite.
-template <class floatX>
-std::string blame_non_finite(Model<floatX>& m, size_t BT) {
-  const Config& c = m.config;
-  const Activations<floatX>& a = m.acts;
-  const auto sublayer = [](size_t i) {
-    return format("%s, layer %zu", i % 2 ? "feed-forward" : "attention", i / 2);
-  };
-  const std::string parameter = find_non_finite(c, m.params);
-  if (!parameter.empty()) return "parameter " + parameter;
-  for (size_t i = 0; i <= c.sublayers(); i++) {
-    const Site<floatX> site = site_at(m, i, BT);
-    if (!all_finite(a.stream + i * BT * c.C, BT, c.C, c.C))
-      return i == 0 ? "the embedding" : "the output of the " + sublayer(i - 1);
-    if (!all_finite(site.p, site.R * BT, c.max_sources(), c.num_sources(i)))
-      return i == c.sublayers() ? "the output route" : "a route of the " + sublayer(i);
-  }
-  read_sources(m, site_at(m, c.sublayers(), BT), BT);
-  if (!all_finite(a.x, BT, c.C, c.C)) return "what the head reads";
-  if (!all_finite(a.losses, 1, BT, BT)) return "the logits";
-  const std::string gradient = find_non_finite(c, m.grads);
-  return gradient.empty() ? "" : "gradient of " + gradient;
-}
-
 // ---- checkpoint ----------------------------------------------------------------------------------------
 
 // Parameters as model.<name>, moments as adam_m.<name> and adam_v.<name>: float32, the CPU trainer's files.
@@ -2458,45 +2517,19 @@ std::vector<Family> checkpoint_families(Model<floatX>& m) {
   return {{"model.", &m.params}, {"adam_m.", &m.adam_m}, {"adam_v.", &m.adam_v}};
 }
 
-// Waits for the file of the last model_save, and ends the program if it could not be written. False: there was
-// nothing to wait for.
-template <class floatX>
-bool model_save_finish(Model<floatX>& m) {
-  if (!m.saving.valid()) return false;
-  try {
-    m.saving.get();
-  } catch (const Fatal& failed) {
-    fatal(failed.exit_code, "%s", failed.message.c_str());
-  }
-  return true;
-}
-
-// Copies parameters and moments to the host; a thread writes the file while training goes on. The thread shares
-// nothing that changes: path, metadata and tensors are its own copies, checkpoint_copy is left alone until
-// model_save_finish, and every thread has its own errno. It does not print, exit or call CUDA.
+// Writes parameters and moments, which come from the GPU a piece at a time.
 template <class floatX>
 void model_save(Model<floatX>& m, const std::string& path, const std::map<std::string, std::string>& metadata) {
-  model_save_finish(m);
   std::vector<CheckpointTensor> tensors;
-  float* copy = m.checkpoint_copy;
-  for (const Family& family : checkpoint_families(m)) {
-    download(copy, family.tensors->wte, m.num_elements);
+  for (const Family& family : checkpoint_families(m))
     for (const TensorSpec& t : tensor_table(m.config)) {
       if (!t.present) continue;
-      const float* source = copy + (family.tensors->tensor(t.id) - family.tensors->wte);
+      const float* source = family.tensors->tensor(t.id);
       tensors.push_back(
           {std::string(family.prefix) + t.name, t.shape,
-           [source](size_t offset, size_t n, float* chunk) { std::copy_n(source + offset, n, chunk); }});
+           [source](size_t offset, size_t n, float* chunk) { download(chunk, source + offset, n); }});
     }
-    copy += m.num_elements;
-  }
-  m.saving = std::async(std::launch::async, [=] {
-    background_thread = std::this_thread::get_id();  // model_save_finish passes its error on
-    checkpoint_write(path, metadata, tensors);
-  });
-#ifndef TESTING
-  model_save_finish(m);
-#endif
+  checkpoint_write(path, metadata, tensors);
 }
 
 // Parameters, and the moments too if `with_moments` (resuming; without: starting from given weights). Ends the
@@ -2522,7 +2555,7 @@ void model_load(Model<floatX>& m, const Checkpoint& checkpoint, bool with_moment
 template <class floatX>
 std::vector<float> token_losses(Model<floatX>& m, const int* tokens, const int* targets, size_t B, size_t T) {
   std::vector<float> losses;
-  model_loss(m, tokens, targets, B, T, nullptr, &losses);
+  model_loss(m, tokens, targets, B, T, &losses);
   return losses;
 }
 
@@ -2580,7 +2613,8 @@ StepResult train_step(Model<floatX>& m, const TokenData& data, const Options& o,
   if (!std::isfinite(result.loss) || !std::isfinite(result.norm)) {
     std::string where;  // every micro-batch once more, alone, until one shows it
     for (size_t micro = 0; micro < accumulation && where.empty(); micro++) {
-      model_zero_grad(m), start(micro);
+      model_zero_grad(m);
+      start(micro);
       where = blame_non_finite(m, B * T);
     }
     if (where.empty()) where = "the sum of gradients or its norm, which overflowed";
@@ -2630,7 +2664,10 @@ static size_t largest_batch(const Config& c, bool recompute, size_t bytes) {
     return total <= bytes;
   };
   size_t low = 0, high = 1;
-  while (fits(high)) low = high, high *= 2;
+  while (fits(high)) {
+    low = high;
+    high *= 2;
+  }
   while (high - low > 1) (fits((low + high) / 2) ? low : high) = (low + high) / 2;
   return low;
 }
@@ -2647,12 +2684,15 @@ static void print_start(const Run<Model<floatX>>& run) {
   if (!o.quiet) printf("%s\n", settings_table(o).c_str());
   printf("%s%s", model_table(run.config).c_str(),
          memory_table(memory_lines<floatX>(run.config, o.batch, o.recompute)).c_str());
-  printf("  %-24s%12s\n", "checkpoint, on the host", human_bytes(checkpoint_copy_bytes(run.config)).c_str());
   size_t free = 0, total = 0;
   CUDA_CHECK(cudaMemGetInfo(&free, &total));
-  printf("GPU         %s, %s free of %s; largest batch that fits: %zu\n", device.properties.name,
+  // Kernels are loaded when they first run, and memory comes in whole pages: some of it is not for arrays.
+  constexpr size_t KEPT_BACK = size_t(512) << 20;
+  const size_t usable = std::max(free + CUBLAS_WORKSPACE, KEPT_BACK) - KEPT_BACK;
+  printf("GPU         %s, compute %d.%d, %s; %s free of %s; largest batch that fits: %zu\n",
+         device.properties.name, device.properties.major, device.properties.minor, device.code.c_str(),
          human_bytes(free).c_str(), human_bytes(total).c_str(),
-         largest_batch<floatX>(run.config, o.recompute, free + CUBLAS_WORKSPACE));
+         largest_batch<floatX>(run.config, o.recompute, usable));
   if (sizeof(floatX) == 2) {
     const double measured = EMULATED || o.dry_run ? 0 : measure_matrix_rate(8192);
     printf("%s", peak_line(device.properties.name, measured).c_str());
@@ -2673,7 +2713,7 @@ static int run_training(Start&& asked) {
   Run<Model<floatX>> run(std::move(asked), story_data);
   const Options& o = run.options;
   const Config& config = run.config;
-  check_config(config);
+  check_config(config, o.batch);
   device_open();
   print_start(run);
   if (o.dry_run) {

@@ -38,33 +38,6 @@ static void test_check() {
   }
   fatal_throws = false;
 
-  TEST("what must be done before the end is done once, before the error, and may itself fail");
-  const Outcome late = in_child([] {
-    before_fatal = [] { printf("saved\n"); };
-    fatal(7, "too late");
-  });
-  CHECK_EQ(late.status, 7);
-  CHECK_EQ(late.out + late.err, "saved\nerror: too late\n");
-  CHECK(refuses(in_child([] {
-                  before_fatal = [] { fatal(3, "disk full"); };
-                  fatal(7, "not finite");
-                }),
-                3, "disk full"));
-
-  TEST("an error in the background thread is an exception there, and the end elsewhere");
-  std::string message;
-  std::thread background([&] {
-    background_thread = std::this_thread::get_id();
-    try {
-      fatal(2, "caught");
-    } catch (const Fatal& error) {
-      message = error.message;
-    }
-  });
-  background.join();
-  CHECK_EQ(message, "caught");
-  CHECK(refuses(in_child([] { fatal(1, "not caught"); }), 1, "not caught"));
-
   TEST("sizes that do not fit in 64 bits are refused, not wrapped");
   const size_t big = size_t(1) << 32;
   CHECK_EQ(checked_mul(big - 1, big + 1, "x"), SIZE_MAX);

@@ -17,7 +17,6 @@
 
 #include "train_rdattnres.cu"
 
-#include <sys/resource.h>
 #include <sys/stat.h>
 
 #include <array>
@@ -343,7 +342,6 @@ void test_training(Arch arch) {
   gpu::model_create(m, c, 2, T, 4);
   TRAIN(gpu, m, data, o, 0, 4, halves);
   gpu::model_save(m, path, config_to_metadata(c));
-  gpu::model_save_finish(m);
   gpu::model_free(m);
   gpu::model_create(m, c, 2, T, 5);  // other initial weights: all of them must come from the file
   {
@@ -357,7 +355,6 @@ void test_training(Arch arch) {
 
   TEST(format("checkpoint to the CPU trainer and back, %s", ARCH_NAMES[int(arch)]));
   gpu::model_save(m, path, config_to_metadata(c));
-  gpu::model_save_finish(m);
   {
     Checkpoint checkpoint = Checkpoint::open(path);
     cpu_float::model_load(plain, checkpoint, true);
@@ -398,91 +395,6 @@ void test_training(Arch arch) {
     }
     gpu::model_free(other);
   }
-}
-
-// The data of the checkpoint that is written into a pipe. Its writer can only begin once this function does.
-std::vector<float> read_pipe(const std::string& path) {
-  std::vector<char> bytes;
-  FILE* pipe = fopen(path.c_str(), "rb");
-  char chunk[4096];
-  for (size_t n; pipe && (n = fread(chunk, 1, sizeof chunk, pipe)) > 0;)
-    bytes.insert(bytes.end(), chunk, chunk + n);
-  if (pipe) fclose(pipe);
-  uint64_t header = 0;
-  if (bytes.size() >= sizeof header) memcpy(&header, bytes.data(), sizeof header);
-  std::vector<float> data(bytes.size() > 8 + header ? (bytes.size() - 8 - header) / sizeof(float) : 0);
-  if (!data.empty()) memcpy(data.data(), bytes.data() + 8 + header, data.size() * sizeof(float));
-  return data;
-}
-template <class floatX>
-std::vector<float> families_of(gpu::Model<floatX>& m) {
-  std::vector<float> all(3 * m.num_elements);
-  for (size_t n = 0; n < 3; n++)
-    gpu::download(&all[n * m.num_elements], gpu::checkpoint_families(m)[n].tensors->wte, m.num_elements);
-  return all;
-}
-std::string fatal_message(const std::function<void()>& function) {
-  fatal_throws = true;
-  std::string message = "no error";
-  try {
-    function();
-  } catch (const Fatal& error) {
-    message = error.message;
-  }
-  fatal_throws = false;
-  return message;
-}
-// The temporary file is a pipe, so its writer stands still until the test reads it; as a pipe has no place to
-// put the checksum in, writing then fails, and that has to come up, too.
-template <class floatX>
-void test_saving() {
-  const Scratch folder;
-  const std::string path = folder / "piped", pipe = path + ".tmp",
-                    refused = path + ": cannot write: Illegal seek";
-  const Metadata metadata = config_to_metadata(small_config(Arch::rd, 2));
-  const TokenData data = made_up_tokens();
-  const Options o = step_options(2);
-  Steps steps;
-  gpu::Model<floatX> m;
-  gpu::model_create(m, small_config(Arch::rd, 2), 2, T, 4);
-  TRAIN(gpu, m, data, o, 0, 1, steps);
-  const std::vector<float> first = families_of(m);
-  alarm(600);  // whoever waits for the pipe too early waits for ever
-
-  TEST(format("a checkpoint holds its step's bits, though training went on before the file was begun, %s",
-              type_name<floatX>()));
-  CHECK_EQ(mkfifo(pipe.c_str(), 0600), 0);
-  gpu::model_save(m, path, metadata);
-  TRAIN(gpu, m, data, o, 1, 2, steps);
-  const std::vector<float> second = families_of(m);
-  CHECK(first != second);
-  CHECK(read_pipe(pipe) == first);
-  TEST(format("the error of writing comes up where the writing is waited for, once, %s", type_name<floatX>()));
-  CHECK_EQ(fatal_message([&] { gpu::model_save_finish(m); }), refused);
-  CHECK(!gpu::model_save_finish(m));
-
-  TEST(format("the next checkpoint waits for the one before, and for its error, %s", type_name<floatX>()));
-  CHECK_EQ(mkfifo(pipe.c_str(), 0600), 0);
-  gpu::model_save(m, path, metadata);
-  TRAIN(gpu, m, data, o, 2, 3, steps);
-  CHECK(families_of(m) != second);
-  std::vector<float> piped;
-  std::thread reader([&] {
-    usleep(300000);  // time to go wrong
-    piped = read_pipe(pipe);
-  });
-  CHECK_EQ(fatal_message([&] { gpu::model_save(m, folder / "next", metadata); }), refused);
-  reader.join();
-  CHECK(piped == second);
-  CHECK(access((folder / "next").c_str(), F_OK) != 0);
-
-  TEST(format("after an error the next checkpoint is written, %s", type_name<floatX>()));
-  gpu::model_save(m, folder / "next", metadata);
-  CHECK(gpu::model_save_finish(m));
-  Checkpoint checkpoint;
-  CHECK_EQ(checkpoint.try_open(folder / "next"), "");
-  alarm(0);
-  gpu::model_free(m);
 }
 
 // With all queries zero every mix is the residual stream / K, and the norm removes the 1 / K (but for eps).
@@ -548,7 +460,7 @@ void test_validation() {
   std::vector<float> losses;
   for (size_t window = 0; window < 9; window++) {
     data.window(window, T, tokens.data(), targets.data());
-    gpu::model_loss(m, tokens.data(), targets.data(), 1, T, nullptr, &losses);
+    gpu::model_loss(m, tokens.data(), targets.data(), 1, T, &losses);
     for (float loss : losses) sum += double(loss);
   }
   CHECK_EQ(got.loss, sum / double(got.tokens));
@@ -805,38 +717,6 @@ void test_bad_micro_batch() {
   gpu::model_free(m);
 }
 
-// A model whose families fit into the address space that is left, and whose copy for checkpoints does not.
-void test_out_of_host_memory() {
-  TEST("out of host memory: the message names the copy for checkpoints");
-#if defined(__CUDACC__) || defined(EMU_RACE) || defined(ADDRESS_SANITIZER)
-  SKIP("a driver, the race build and the sanitizer take address space in their own ways");
-#else
-  Config c = small_config(Arch::rd, 2);
-  c.F = 40000;
-  size_t elements = 0, matrices = 0, pages = 0;
-  for (const TensorSpec& t : tensor_table(c)) elements += t.size(), matrices += t.is_matrix() ? t.size() : 0;
-  FILE* statm = fopen("/proc/self/statm", "r");
-  if (!statm || fscanf(statm, "%zu", &pages) != 1) pages = 0;
-  if (statm) fclose(statm);
-  if (pages == 0) {
-    SKIP("no /proc to read the size of a process from");
-    return;
-  }
-  const size_t taken = pages * size_t(sysconf(_SC_PAGESIZE));
-  const Outcome outcome = in_child([&] {
-    const size_t needed = elements * 4 * sizeof(float) + matrices * sizeof(bf16) + (size_t(64) << 20);
-    const rlimit limit = {taken + needed, RLIM_INFINITY};
-    if (setrlimit(RLIMIT_AS, &limit) != 0) _exit(99);
-    gpu::Model<bf16> m;
-    gpu::model_create(m, c, 1, 1, 1);
-  });
-  CHECK(refuses(outcome, EXIT_ERROR,
-                format("out of host memory: the copy for checkpoints needs %s, pinned; lower the sizes of the"
-                       " model",
-                       human_bytes(elements * 3 * sizeof(float)).c_str())));
-#endif
-}
-
 template <class floatX>
 void test_all() {
   test_gradients<floatX>(Arch::rd, 4);  // the last block is half a block
@@ -853,12 +733,12 @@ void test_all() {
   }
   test_validation<floatX>();
   test_training<floatX>(Arch::rd);
-  if (!BRIEF || is_bf16<floatX>) test_queueing<floatX>(), test_saving<floatX>();
+  if (!BRIEF || is_bf16<floatX>) test_queueing<floatX>();
 }
 
 int main() {
   gpu::device_open();
-  test_out_of_memory(), test_out_of_host_memory();  // first: they fork, so there should be one thread
+  test_out_of_memory();  // first: they fork, so there should be one thread
   test_all<float>();
   test_all<bf16>();
   gpu::device_close();

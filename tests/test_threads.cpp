@@ -119,48 +119,9 @@ static void test_training() {
   }
 }
 
-// ---- checkpoints -----------------------------------------------------------------------------------------
-
-// As the CUDA trainer does: checkpoint_write and its errors in a thread, while the main thread meets its own.
-static void test_writing_beside() {
-  TEST("a checkpoint is written, and another fails, in a thread beside the main thread's");
-  const Scratch scratch;
-  const std::vector<float> values(300000, 0.5f);
-  const auto write = [&](const std::string& name) {
-    checkpoint_write(scratch / name, config_to_metadata(Config()),
-                     {{"model.wte", {values.size()}, [&](size_t offset, size_t n, float* chunk) {
-                         std::copy_n(&values[offset], n, chunk);
-                       }}});
-  };
-  const auto write_two = [&](const std::string& name) -> std::string {
-    write(name);
-    try {
-      write("missing/" + name);
-    } catch (const Fatal& error) {
-      return error.message;
-    }
-    return "no error";
-  };
-  std::future<std::string> beside = std::async(std::launch::async, [&] {
-    background_thread = std::this_thread::get_id();
-    return write_two("beside");
-  });
-  fatal_throws = true;
-  const std::string here = write_two("here"), there = beside.get();
-  fatal_throws = false;
-  const std::string refused = ".tmp: cannot create: No such file or directory";
-  CHECK_EQ(here, scratch / "missing/here" + refused);
-  CHECK_EQ(there, scratch / "missing/beside" + refused);
-  for (const char* name : {"here", "beside"}) {
-    Checkpoint checkpoint;
-    CHECK_EQ(checkpoint.try_open(scratch / name), "");
-  }
-}
-
 int main() {
   omp_set_num_threads(4);  // whatever the environment says
   test_detection();
   test_training();
-  test_writing_beside();
   return finish();
 }

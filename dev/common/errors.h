@@ -3,7 +3,6 @@
 // What cannot go on ends in fatal(): one line on stderr that names the thing, what was found and what was
 // expected. Functions whose caller may have a second plan return that line instead, empty when all is well.
 #pragma once
-#include <atomic>
 #include <cerrno>
 #include <cmath>
 #include <cstdarg>
@@ -11,11 +10,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
 #include <string>
-#include <thread>
 #include <type_traits>
-#include <utility>
 #include <vector>
 
 static_assert(sizeof(size_t) == 8, "sizes and offsets pass 2^32: a 64-bit machine is needed");
@@ -33,14 +29,6 @@ struct Fatal {
   std::string message;
 };
 inline bool fatal_throws = false;
-
-// A thread that always gets the exception: it must not end the program while the main thread works. Atomic, as
-// the main thread may be asking. (A thread_local fatal_throws would be simpler, but it is among those that the
-// emulator keeps __shared__ variables.)
-inline std::atomic<std::thread::id> background_thread;
-
-// What fatal() does first, once, before it prints; it may itself end in fatal(). For the main thread alone.
-inline std::function<void()> before_fatal;
 
 #define PRINTF_LIKE(format_index, first_argument) __attribute__((format(printf, format_index, first_argument)))
 
@@ -70,8 +58,7 @@ PRINTF_LIKE(1, 2) inline std::string format(const char* text, ...) {
   va_end(arguments);
   for (char& c : message)
     if (c == '\n' || c == '\r') c = ' ';  // one line, whatever a file name holds
-  if (background_thread == std::this_thread::get_id() || fatal_throws) throw Fatal{exit_code, message};
-  if (before_fatal) std::exchange(before_fatal, nullptr)();
+  if (fatal_throws) throw Fatal{exit_code, message};
   fflush(stdout);  // so that the error comes last where both streams go to one place
   fprintf(stderr, "error: %s\n", message.c_str());
   exit(exit_code);

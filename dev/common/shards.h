@@ -7,6 +7,7 @@
 #pragma once
 #include <algorithm>
 #include <chrono>
+#include <functional>
 #include <set>
 
 #include <glob.h>

@@ -117,71 +117,17 @@ inline void buffered(const Gradients& g) {
 // att, that needs no row of weights. Two kernels, each the owner of what it writes: a warp a query walks over
 // the keys before it and makes dq; a warp a key walks over the queries after it and makes dk and dv. Both make
 // a and ds of every pair: two products more, in place of sums from two sides. The lanes own channels.
-constexpr int MINE = HS / 32;
-__device__ inline void load(float (&v)[MINE], const bf16* row) {
-  for (int i = 0; i < MINE; i++) v[i] = gpu::to_float(row[threadIdx.x % 32 + 32 * i]);
-}
-__device__ inline void store(bf16* row, const float (&v)[MINE]) {
-  for (int i = 0; i < MINE; i++) row[threadIdx.x % 32 + 32 * i] = __float2bfloat16(v[i]);
-}
-__device__ inline float warp_dot(const float (&a)[MINE], const float (&b)[MINE]) {
-  float sum = 0;
-  for (int i = 0; i < MINE; i++) sum += a[i] * b[i];
-  return gpu::warp_sum(sum);
-}
-__global__ void warp_q_kernel(bf16* dqkv, float* delta, const bf16* datt, const bf16* qkv, const bf16* att,
-                              const float* lse, size_t T, size_t C, float scale) {
-  const size_t t = (blockIdx.x * size_t(blockDim.x) + threadIdx.x) / 32, head = blockIdx.y, b = blockIdx.z;
-  if (t >= T) return;
-  const size_t token = (b * T + t) * C + head * HS, at = (b * gridDim.y + head) * T + t;
-  const bf16* rows = qkv + b * T * 3 * C + head * HS;
-  float q[MINE], d[MINE], o[MINE], k[MINE], v[MINE], dq[MINE] = {};
-  load(q, rows + t * 3 * C), load(d, datt + token), load(o, att + token);
-  const float of_row = warp_dot(d, o);
-  if (threadIdx.x % 32 == 0) delta[at] = of_row;
-  for (size_t u = 0; u <= t; u++) {
-    load(k, rows + u * 3 * C + C), load(v, rows + u * 3 * C + 2 * C);
-    const float ds = scale * expf(scale * warp_dot(q, k) - lse[at]) * (warp_dot(d, v) - of_row);
-    for (int i = 0; i < MINE; i++) dq[i] += ds * k[i];
-  }
-  store(dqkv + (b * T + t) * 3 * C + head * HS, dq);
-}
-__global__ void warp_kv_kernel(bf16* dqkv, const bf16* datt, const bf16* qkv, const float* lse,
-                               const float* delta, size_t T, size_t C, float scale) {
-  const size_t u = (blockIdx.x * size_t(blockDim.x) + threadIdx.x) / 32, head = blockIdx.y, b = blockIdx.z;
-  if (u >= T) return;
-  const bf16* rows = qkv + b * T * 3 * C + head * HS;
-  float q[MINE], d[MINE], k[MINE], v[MINE], dk[MINE] = {}, dv[MINE] = {};
-  load(k, rows + u * 3 * C + C), load(v, rows + u * 3 * C + 2 * C);
-  for (size_t t = u; t < T; t++) {
-    const size_t at = (b * gridDim.y + head) * T + t;
-    load(q, rows + t * 3 * C), load(d, datt + (b * T + t) * C + head * HS);
-    const float a = expf(scale * warp_dot(q, k) - lse[at]), ds = scale * a * (warp_dot(d, v) - delta[at]);
-    for (int i = 0; i < MINE; i++) dk[i] += ds * q[i], dv[i] += a * d[i];
-  }
-  store(dqkv + (b * T + u) * 3 * C + C + head * HS, dk),
-      store(dqkv + (b * T + u) * 3 * C + 2 * C + head * HS, dv);
-}
+// The trainer keeps these kernels for float32 and for head sizes that are no multiple of 16.
 inline void warp_per_row(const Gradients& g) {
   const dim3 grid(gpu::ceil_div(g.T, 4), unsigned(g.NH), unsigned(g.B));
   const cudaStream_t stream = gpu::device.stream;
-  launch(warp_q_kernel, grid, 128, 0, stream, g.dqkv, g.delta, g.datt, g.qkv, g.att, g.lse, g.T, g.C(), SCALE);
-  launch(warp_kv_kernel, grid, 128, 0, stream, g.dqkv, g.datt, g.qkv, g.lse, g.delta, g.T, g.C(), SCALE);
-}
-
-// Rung 3: tiles in shared memory, 16 by 16, one thread per pair of query and key: a sixteenth of the reads, no
-// shuffles. Tiles on the wrong side of the diagonal are not visited. The trainer keeps these kernels for
-// float32 and for head sizes that are no multiple of 16.
-inline void tiles(const Gradients& g) {
-  const dim3 grid(gpu::ceil_div(g.T, gpu::PLAIN), unsigned(g.NH), unsigned(g.B)), block(gpu::PLAIN, gpu::PLAIN);
-  const cudaStream_t stream = gpu::device.stream;
-  launch(gpu::attention_backward_q_plain_kernel<bf16>, grid, block, 0, stream, g.dqkv, g.delta, g.datt, g.qkv,
+  launch(gpu::attention_backward_q_plain_kernel<bf16>, grid, 128, 0, stream, g.dqkv, g.delta, g.datt, g.qkv,
          g.att, g.lse, g.T, g.C(), size_t(HS), SCALE);
-  launch(gpu::attention_backward_kv_plain_kernel<bf16>, grid, block, 0, stream, g.dqkv, g.datt, g.qkv, g.lse,
+  launch(gpu::attention_backward_kv_plain_kernel<bf16>, grid, 128, 0, stream, g.dqkv, g.datt, g.qkv, g.lse,
          g.delta, g.T, g.C(), size_t(HS), SCALE);
 }
 
-// Rung 4: tensor cores and two buffers, as in rungs 4 and 5 of the forward. Weights and their gradients stay in
+// Rung 3: tensor cores and two buffers, as in rungs 3 and 4 of the forward. Weights and their gradients stay in
 // the registers in which they came up; for dk and dv the rows are keys, so that these can be left operands
 // there too. This is the trainer's pair of kernels, with one strip of 16 rows a warp.
 inline void tensor_cores(const Gradients& g) {
@@ -195,7 +141,7 @@ inline void tensor_cores(const Gradients& g) {
          SCALE);
 }
 
-// Rung 5: the trainer's. Two strips a warp halve what the products read of the passing tiles in shared memory.
+// Rung 4: the trainer's. Two strips a warp halve what the products read of the passing tiles in shared memory.
 inline void trainers(const Gradients& g) {
   gpu::attention_backward(g.dqkv, g.delta, g.datt, g.qkv, g.att, g.lse, g.B, g.T, g.C(), g.NH);
 }
@@ -237,7 +183,6 @@ inline void shape(size_t B, size_t T, size_t NH, bool timed) {
                  {{"weights in buffers, six kernels", BYTES(20 * BTC + 32 * scores + 4 * BHT),
                    [&] { buffered(g); }, flops},
                   {"a warp a row, weights made again", owners, [&] { warp_per_row(g); }, flops},
-                  {"tiles in shared memory", owners, [&] { tiles(g); }, flops},
                   {"tensor cores, two buffers", owners, [&] { tensor_cores(g); }, flops},
                   {"the trainer's: two strips a warp", owners, [&] { trainers(g); }, flops}}},
                 timed);

@@ -88,44 +88,14 @@ inline void buffered(const Attention& a) {
 // Rung 2: one kernel, no buffer. A warp takes a query; its lanes own channels and walk over the keys. The
 // softmax is online: what has been summed is relative to the largest score so far, and shrinks whenever a
 // larger one comes. Memory now moves what it must, but every warp asks for all keys and values anew, and a
-// score costs five shuffles.
-__global__ void warp_kernel(bf16* att, float* lse, const bf16* qkv, size_t T, size_t C, float scale) {
-  constexpr int MINE = HS / 32;
-  const size_t t = (blockIdx.x * size_t(blockDim.x) + threadIdx.x) / 32, head = blockIdx.y, b = blockIdx.z;
-  const int lane = threadIdx.x % 32;
-  if (t >= T) return;
-  const bf16* rows = qkv + b * T * 3 * C + head * HS + lane;
-  float q[MINE], acc[MINE] = {}, top = -INFINITY, sum = 0;
-  for (int i = 0; i < MINE; i++) q[i] = scale * gpu::to_float(rows[t * 3 * C + 32 * i]);
-  for (size_t u = 0; u <= t; u++) {
-    const bf16 *k = rows + u * 3 * C + C, *v = k + C;
-    float dot = 0;
-    for (int i = 0; i < MINE; i++) dot += q[i] * gpu::to_float(k[32 * i]);
-    const float score = gpu::warp_sum(dot), new_top = fmaxf(top, score);
-    const float shrink = expf(top - new_top), weight = expf(score - new_top);
-    top = new_top, sum = sum * shrink + weight;
-    for (int i = 0; i < MINE; i++) acc[i] = acc[i] * shrink + weight * gpu::to_float(v[32 * i]);
-  }
-  for (int i = 0; i < MINE; i++)
-    att[(b * T + t) * C + head * HS + lane + 32 * i] = __float2bfloat16(acc[i] / sum);
-  if (lane == 0) lse[(b * gridDim.y + head) * T + t] = top + logf(sum);
-}
+// score costs five shuffles. The trainer keeps this kernel for float32 and for head sizes that are no multiple
+// of 16.
 inline void warp_per_query(const Attention& a) {
-  launch(warp_kernel, dim3(gpu::ceil_div(a.T, 4), unsigned(a.NH), unsigned(a.B)), 128, 0, gpu::device.stream,
-         a.att, a.lse, a.qkv, a.T, a.C(), SCALE);
+  launch(gpu::attention_forward_plain_kernel<bf16>, dim3(gpu::ceil_div(a.T, 4), unsigned(a.NH), unsigned(a.B)),
+         128, 0, gpu::device.stream, a.att, a.lse, a.qkv, a.T, a.C(), size_t(HS), SCALE);
 }
 
-// Rung 3: tiles in shared memory. 16 queries share what they read: 16 keys and values at a time, one thread per
-// pair, so a sixteenth of the reads, and no shuffles for a score. Tiles after the diagonal are not visited. The
-// trainer keeps this kernel for float32 and for head sizes that are no multiple of 16. Each multiply-add still
-// takes two numbers from shared memory.
-inline void tiles(const Attention& a) {
-  launch(gpu::attention_forward_plain_kernel<bf16>,
-         dim3(gpu::ceil_div(a.T, gpu::PLAIN), unsigned(a.NH), unsigned(a.B)), dim3(gpu::PLAIN, gpu::PLAIN), 0,
-         gpu::device.stream, a.att, a.lse, a.qkv, a.T, a.C(), size_t(HS), SCALE);
-}
-
-// Rung 4: tensor cores. 64 queries by 64 keys, a warp multiplies 16 by 16 by 8 numbers with one instruction,
+// Rung 3: tensor cores. 64 queries by 64 keys, a warp multiplies 16 by 16 by 8 numbers with one instruction,
 // and what one lane loads from shared memory serves many others: ldmatrix hands the parts out as mma wants
 // them. The weights stay in the registers in which the scores came up. The products, the softmax and the store
 // are the trainer's parts. The warps wait for a tile, use it, wait for the next.
@@ -161,7 +131,7 @@ inline void tensor_cores(const Attention& a) {
          gpu::ROW_BYTES<HS> * (ROWS + 2 * TILE), gpu::device.stream, a.att, a.lse, a.qkv, a.T, a.C(), SCALE);
 }
 
-// Rung 5: two buffers. The next tile is on its way while this one is used, one barrier a tile is enough, and
+// Rung 4: two buffers. The next tile is on its way while this one is used, one barrier a tile is enough, and
 // the longest rows start first, so that no long one is left over at the end. This is the trainer's kernel, with
 // one strip of 16 queries a warp.
 inline void two_buffers(const Attention& a) {
@@ -170,7 +140,7 @@ inline void two_buffers(const Attention& a) {
          a.T, a.C(), SCALE);
 }
 
-// Rung 6: the trainer's. Two strips a warp: every part of a key or value tile that ldmatrix fetches goes into
+// Rung 5: the trainer's. Two strips a warp: every part of a key or value tile that ldmatrix fetches goes into
 // four mma instead of two. With one strip shared memory cannot keep up with the tensor cores: see the trainer's
 // comment.
 inline void trainers(const Attention& a) { gpu::attention_forward(a.att, a.lse, a.qkv, a.B, a.T, a.C(), a.NH); }
@@ -201,7 +171,6 @@ inline void shape(size_t B, size_t T, size_t NH, bool timed) {
        {{"scores in a buffer, three kernels", BYTES(8 * BTC + 16 * scores + 4 * BHT), [&] { buffered(a); },
          flops},
         {"a warp a query, online softmax", BYTES(8 * BTC + 4 * BHT), [&] { warp_per_query(a); }, flops},
-        {"tiles in shared memory", BYTES(8 * BTC + 4 * BHT), [&] { tiles(a); }, flops},
         {"tensor cores", BYTES(8 * BTC + 4 * BHT), [&] { tensor_cores(a); }, flops},
         {"two buffers", BYTES(8 * BTC + 4 * BHT), [&] { two_buffers(a); }, flops},
         {"the trainer's: two strips a warp", BYTES(8 * BTC + 4 * BHT), [&] { trainers(a); }, flops}}},

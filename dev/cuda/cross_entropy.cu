@@ -172,12 +172,10 @@ inline void online(const Rows& a) {
 }
 
 // Rung 5: the trainer's, as gpu::classifier launches it. Eight logits a thread, in loads of 16 bytes: an eighth
-// of the memory instructions, and the division by the sum is made once. (It can also name the most likely
-// token.)
+// of the memory instructions, and the division by the sum is made once.
 inline void trainers(const Rows& a) {
-  int* no_guesses = nullptr;
   launch(gpu::cross_entropy_kernel<bf16>, unsigned(a.rows), gpu::CROSS_ENTROPY_THREADS, 0, gpu::device.stream,
-         a.losses, no_guesses, a.logits, a.targets, a.dloss, true, a.V, a.Vp);
+         a.losses, a.logits, a.targets, a.dloss, true, int(a.V), int(a.Vp));
 }
 
 inline void shape(size_t rows, size_t V, bool timed) {
