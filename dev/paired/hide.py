@@ -38,7 +38,7 @@ class Hiding(RDAttnRes):
 
 
 def rises(folder, shard, windows):
-    """{layer: (index of V's top source, rise of the loss for top, other, from QK)}"""
+    """The loss and {layer: (V's top source, rise of the loss for top, other, from QK)}."""
     if not checkpoints(folder):
         raise StudyError("%s: no checkpoint" % folder)
     model = Hiding.from_checkpoint(os.path.join(folder, checkpoints(folder)[-1]))
@@ -61,7 +61,9 @@ def rises(folder, shard, windows):
     for l in range(1, model.config.L):
         top = max(range(len(weights[l])), key=lambda j: weights[l][j])
         other = draw.choice([j for j in range(len(weights[l])) if j != top])
-        found[l] = (top, loss(v=top) - whole, loss(v=other) - whole, loss(qk=top) - whole)
+        partial = 2 * l % model.config.S and top == len(weights[l]) - 1
+        name = "partial" if partial else "block %d" % top if top else "embedding"
+        found[l] = (name, loss(v=top) - whole, loss(v=other) - whole, loss(qk=top) - whole)
     return whole, found
 
 
@@ -74,11 +76,11 @@ def main(argv):
     try:
         for folder in options.runs:
             whole, found = rises(folder, options.shard, options.windows)
-            rows = [[l, "embedding" if top == 0 else "source %d" % top] + [signed(x) for x in rise]
-                    for l, (top, *rise) in found.items()]
+            rows = [[l, name] + [signed(x) for x in rise] for l, (name, *rise) in found.items()]
             means = [signed(statistics.fmean(f[k] for f in found.values())) for k in (1, 2, 3)]
-            print("%s: loss %.4f; its rise when one layer's route does not see a source:\n" %
-                  (os.path.basename(os.path.normpath(folder)), whole))
+            print("%s, step %d, %d windows: loss %.4f; its rise when one layer's route does not see a source:\n" %
+                  (os.path.basename(os.path.normpath(folder)), int(checkpoints(folder)[-1][5:-12]),
+                   options.windows, whole))
             head = ["layer", "V's top source", "top from V", "another from V", "top from QK"]
             print("\n".join(table(head, rows + [["mean", ""] + means])))
     except (StudyError, ValueError, OSError) as e:

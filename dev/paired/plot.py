@@ -200,7 +200,7 @@ def draw_gap(results, folder):
     axes[0][0].set_ylabel("%s − %s (nats)" % (PROPOSAL, BASELINE))
     axes[1][0].set_ylabel("arm − %s, mean (nats)" % BASELINE)
     legend_below(fig, labels)
-    fig.suptitle("The gap along the tokens (below 0: better than %s); above: pairs, mean, 95%% t interval" %
+    fig.suptitle("The gap along the tokens (below 0: better than %s)\nabove: pairs, mean, 95%% t interval" %
                  BASELINE, fontsize=10.5)
     save(fig, folder, "gap")
 
