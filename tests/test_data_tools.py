@@ -321,7 +321,9 @@ def test_fineweb_edu_sh():
     def fetch(n, folder, says="", status=0, url="file://" + source):
         # A proxy that the machine may have set must not stand between us and ourselves.
         env = {"FINEWEB_EDU_URL": url, "RETRIES": "2", "no_proxy": "*", "NO_PROXY": "*"}
-        run("bash", script, n, folder, status=status, says=says, env=env)
+        done = subprocess.run(["bash", script, str(n), folder], env={**os.environ, **env}, timeout=100,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        assert done.returncode == status and says in done.stdout.decode(), f"want {status}, {says}: {done}"
 
     def holds(folder, *numbers):
         assert contents(folder) == {name: good[name] for name in [val] + [train % i for i in numbers]}, folder
