@@ -5,7 +5,7 @@ Takes the trainer's flags, writes log.jsonl and checkpoint files as the trainer 
 resumed; its losses are a formula of arm, seed and step, so the right answers of the analysis are known. The
 environment makes it misbehave: STUB_FAIL="rd-s2@7" exits with status 1 at step 7 of that run, every time;
 STUB_KILL likewise kills itself, once; STUB_NAN says that a loss is not finite and exits; STUB_LR="rd-s2"
-trains that run with another learning rate than asked; STUB_MS sleeps so long a step.
+trains that run with another learning rate than asked; STUB_MS sleeps so long before each step.
 """
 
 import json
@@ -15,29 +15,26 @@ import signal
 import sys
 import time
 
+GAIN = {"residual": 0.02, "block": 0.0, "tied": 0.0, "rd": -0.03, "average": -0.004, "frozen-v": 0.01}
+SPEED = {"rd": 900, "residual": 1100}
+
 
 def loss(arch, seed, step):
-    gain = {"residual": 0.02, "block": 0.0, "tied": 0.0, "rd": -0.03, "average": -0.004, "frozen-v": 0.01}[arch]
-    wobble = {"rd": 0.001 * (seed - 3)}.get(arch, 0.0)  # pair differences -0.032 ... -0.028 for seeds 1 ... 5
-    return 2.0 + 3.0 * math.exp(-step / 12.0) + 0.01 * math.sin(seed) + (gain + wobble) * min(step / 20.0, 1.0)
+    wobble = 0.001 * (seed - 3) if arch == "rd" else 0.0  # pair differences -0.032 ... -0.028 for seeds 1 ... 5
+    late = min(step / 20.0, 1.0)
+    return 2.0 + 3.0 * math.exp(-step / 12.0) + 0.01 * math.sin(seed) + (GAIN[arch] + wobble) * late
 
 
 def main():
     words, flags = sys.argv[1:], {}
     while words:
         flag, value, *words = words
-        flags[flag[2:].replace("-", "_")] = value
+        flags[flag[2:].replace("_", "-")] = value
     arch, seed, out = flags["arch"], int(flags["seed"]), flags["out"]
-    steps, every = int(flags["steps"]), int(flags["val_every"])
-    tokens = (
-        int(flags["total_batch"]) if "total_batch" in flags else int(flags["batch"]) * int(flags["context"])
-    )
-    checkpoint_every = int(flags.get("checkpoint_every", 5))
+    steps, val_every = int(flags["steps"]), int(flags["val-every"])
+    checkpoint_every = int(flags.get("checkpoint-every", 5))
+    step_tokens = int(flags.get("total-batch") or int(flags["batch"]) * int(flags["context"]))
     run, path = "%s-s%d" % (arch, seed), os.path.join(out, "log.jsonl")
-
-    def told(name, step):  # does the environment name this run and step?
-        who, _, when = os.environ.get(name, "").partition("@")
-        return who == run and when == str(step)
 
     os.makedirs(out, exist_ok=True)
     start = 0
@@ -49,30 +46,21 @@ def main():
             f.writelines(lines)
         os.rename(path + ".tmp", path)
     elif os.path.exists(path):
-        print("error: %s exists" % path, file=sys.stderr)
-        return 1
-    log = open(path, "a")
+        sys.exit("error: %s exists" % path)
+    log = open(path, "a", buffering=1)
 
     def event(kind, **fields):
         log.write(json.dumps(dict(event=kind, **fields)) + "\n")
-        log.flush()
 
-    def validate(step):
-        event("val", step=step, tokens=step * tokens, split="val", loss=loss(arch, seed, step), count=1000)
-        if arch != "residual":
-            qk = [[1.0], [0.5, 0.5], [0.2, 0.3, 0.5]]
-            v = [[1.0], [0.25, 0.75], [0.6, 0.2, 0.2]] if arch == "rd" else qk
-            js = [0.0, 0.1 * step / steps, 0.3 * step / steps] if arch == "rd" else [0.0] * 3
-            event(
-                "routes",
-                step=step,
-                tokens=step * tokens,
-                split="val",
-                qk=qk,
-                v=v,
-                js_nats=js,
-                js_bits=[x / math.log(2) for x in js],
-            )
+    def validation(step):
+        at = dict(step=step, tokens=step * step_tokens, split="val")
+        event("val", **at, loss=loss(arch, seed, step), count=1000)
+        if arch == "residual":
+            return
+        qk = [[1.0], [0.5, 0.5], [0.2, 0.3, 0.5]]
+        v = [[1.0], [0.25, 0.75], [0.6, 0.2, 0.2]] if arch == "rd" else qk
+        js = [0.0, 0.1 * step / steps, 0.3 * step / steps] if arch == "rd" else [0.0] * 3
+        event("routes", **at, qk=qk, v=v, js_nats=js, js_bits=[x / math.log(2) for x in js])
 
     def checkpoint(step):
         name = os.path.join(out, "ckpt_%08d.safetensors" % step)
@@ -83,59 +71,38 @@ def main():
 
     stop = []
     signal.signal(signal.SIGTERM, lambda *_: os._exit(130) if stop else stop.append(1))
-    now = ("out", "resume", "quiet")  # about this call only
-    options = {k.replace("_", "-"): v for k, v in flags.items() if k not in now}
+    options = {k: v for k, v in flags.items() if k not in ("out", "resume", "quiet")}  # not about this call only
     if os.environ.get("STUB_LR") == run:
         options["lr"] = "0.5"
     event("config", options=options, parameters=1000 + (arch == "rd"), layers=900, routes=int(arch == "rd"))
     if start == 0:
-        validate(0)
+        validation(0)
     for step in range(start + 1, steps + 1):
         time.sleep(float(os.environ.get("STUB_MS", "0")) / 1000)
-        if told("STUB_FAIL", step):
-            print("error: told to fail", file=sys.stderr)
-            return 1
-        if told("STUB_KILL", step) and not os.path.exists(out + ".killed"):
+        told = [name for name in os.environ if os.environ[name] == "%s@%d" % (run, step)]
+        if "STUB_FAIL" in told:
+            sys.exit("error: told to fail")
+        if "STUB_KILL" in told and not os.path.exists(out + ".killed"):
             open(out + ".killed", "w").close()
             log.write('{"event":"st')
             log.flush()
             os.kill(os.getpid(), signal.SIGKILL)
-        if told("STUB_NAN", step):
-            print(
-                "error: step %d: loss nan, gradient norm nan; expected finite numbers" % step, file=sys.stderr
-            )
-            return 1
-        value = loss(arch, seed, step - 1)
-        event(
-            "step",
-            step=step,
-            tokens=step * tokens,
-            loss=value,
-            norm=1.0,
-            lr=0.1,
-            ms=1.0,
-            tok_s={"rd": 900, "residual": 1100}.get(arch, 1000),
-        )
-        if step % every == 0 or step == steps:
-            validate(step)
+        if "STUB_NAN" in told:
+            sys.exit("error: step %d: loss nan, gradient norm nan; expected finite numbers" % step)
+        event("step", step=step, tokens=step * step_tokens, loss=loss(arch, seed, step - 1), norm=1.0, lr=0.1,
+              ms=1.0, tok_s=SPEED.get(arch, 1000))
+        if step % val_every == 0 or step == steps:
+            validation(step)
+        if stop or step % checkpoint_every == 0:
+            checkpoint(step)
         if stop:
-            checkpoint(step)
-            return 0
-        if step % checkpoint_every == 0:
-            checkpoint(step)
+            return
+    end = dict(step=steps, tokens=steps * step_tokens)
     if "test" in flags:
-        event(
-            "val",
-            step=steps,
-            tokens=steps * tokens,
-            split="test",
-            loss=loss(arch, seed, steps) + 0.05,
-            count=900,
-        )
-    event("val", step=steps, tokens=steps * tokens, split="answers", count=5, right=1)
+        event("val", **end, split="test", loss=loss(arch, seed, steps) + 0.05, count=900)
+    event("val", **end, split="answers", count=5, right=1)
     checkpoint(steps)
-    event("done", step=steps, tokens=steps * tokens, seconds=1.0)
-    return 0
+    event("done", **end, seconds=1.0)
 
 
-sys.exit(main())
+main()

@@ -3,7 +3,7 @@
 
 Most of it runs a stand-in trainer (paired_stub.py) whose losses are a formula, so every answer is known; the
 last test runs the smoke study with the real CPU trainer if it has been built. Standard library only; pictures
-are tested where matplotlib is installed.
+are tested where matplotlib is installed. Arguments choose tests: those whose text holds one of them.
 """
 
 import concurrent.futures
@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import struct
@@ -21,50 +22,47 @@ import sys
 import tempfile
 import time
 
+from check import Skip, case, finish
+
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(HERE)
 PAIRED = os.path.join(ROOT, "dev", "paired")
 STUB = os.path.join(HERE, "paired_stub.py")
+TRAINER = os.path.join(ROOT, "train_rdattnres_cpu")
 sys.dont_write_bytecode = True
+os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
 sys.path.insert(0, PAIRED)
 import analyse  # noqa: E402
-import run as runner_module  # noqa: E402
-import study as study_module  # noqa: E402
-from study import Study, StudyError  # noqa: E402
+from study import Log, Study, StudyError, check_comparable, checkpoints, command, state_of  # noqa: E402
 
 TESTS = []
 
 
-class Skip(Exception):
-    pass
+def test(text, **entries):
+    """Collects a test. One that takes an argument gets a Place of its own, removed afterwards."""
 
-
-class Failed(Exception):
-    pass
-
-
-def test(text):
     def add(function):
-        TESTS.append((text, function))
-        return function
+        def run():
+            if not function.__code__.co_argcount:
+                return function()
+            folder = tempfile.mkdtemp(prefix="test_paired_")
+            try:
+                return function(Place(folder, **entries))
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+
+        TESTS.append((text, run))
 
     return add
 
 
-def check(condition, text):
-    if not condition:
-        raise Failed(text)
+def close(got, want, tolerance):
+    assert got is not None and abs(got - want) <= tolerance, "got %r, expected %r +- %g" % (got, want, tolerance)
 
 
-def equal(got, want, text):
-    check(got == want, "%s: got %.600s, expected %.600s" % (text, repr(got), repr(want)))
-
-
-def close(got, want, tolerance, text):
-    check(
-        got is not None and abs(got - want) <= tolerance,
-        "%s: got %r, expected %r +- %g" % (text, got, want, tolerance),
-    )
+def has(text, *words):
+    for word in words:
+        assert word in text, "lacks %s:\n%s" % (word, text)
 
 
 def refused(function, *words):
@@ -72,11 +70,48 @@ def refused(function, *words):
     try:
         function()
     except StudyError as e:
-        for word in words:
-            check(word in str(e), "message '%s' lacks '%s'" % (e, word))
-        check("\n" not in str(e), "message is one line")
+        has(str(e), *words)
+        assert "\n" not in str(e), e
         return
-    raise Failed("not refused; expected an error with %s" % (words,))
+    raise AssertionError("not refused; expected an error with %s" % (words,))
+
+
+def read(*path):
+    with open(os.path.join(*path), encoding="utf-8") as f:
+        return f.read()
+
+
+def write(path, text):
+    """Writes the file and its folder; a script is made executable."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "w", encoding="utf-8") as f:
+        f.write(text)
+    if text.startswith("#!"):
+        os.chmod(path, 0o755)
+    return path
+
+
+def edit(path, old, new):
+    """Replaces a pattern's first match in the file."""
+    text, count = re.subn(old, new, read(path), count=1)
+    assert count == 1, "%s has no %s" % (path, old)
+    write(path, text)
+
+
+def wait_for(text, *path):
+    """Waits until the file is there and says so."""
+    for _ in range(1500):
+        if os.path.exists(os.path.join(*path)) and text in read(*path):
+            return
+        time.sleep(0.02)
+    raise AssertionError("30 s without '%s' in %s" % (text, os.path.join(*path)))
+
+
+def script(name, *words, **env):
+    """Runs a script of dev/paired; (exit status, everything it printed)."""
+    done = subprocess.run([sys.executable, os.path.join(PAIRED, name), *words], stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, text=True, env=dict(os.environ, **env), timeout=600)
+    return done.returncode, done.stdout
 
 
 class Place:
@@ -84,255 +119,173 @@ class Place:
 
     def __init__(self, folder, arms=("block", "rd"), seeds=(1, 2), **entries):
         self.folder = folder
-        self.root, self.results, self.file = (
-            os.path.join(folder, n) for n in ("runs", "results", "study.json")
-        )
+        self.root, self.results, self.file = (self.path(n) for n in ("runs", "results", "study.json"))
         self.entries = {
-            "name": "made_up",
-            "about": "Made-up numbers.",
-            "trainer": STUB,
+            "name": "made_up", "about": "Made-up numbers.", "trainer": STUB,
             "limits": ["These numbers are made up."],
-            "flags": {
-                "layers": 3,
-                "steps": 20,
-                "batch": 4,
-                "context": 8,
-                "val-every": 5,
-                "checkpoint-every": 5,
-                "block-size": 2,
-                "lr": 0.01,
-            },
+            "flags": {"layers": 3, "steps": 20, "batch": 4, "context": 8, "val-every": 5, "checkpoint-every": 5,
+                      "block-size": 2, "lr": 0.01},
             "milestones": [320, 640],
             "sizes": {"a": {"label": "size a"}},
             "groups": [{"arms": list(arms), "seeds": list(seeds)}],
         }
-        self.entries.update(entries)
-        self.write()
+        self.change(**entries)
 
-    def write(self):
-        with open(self.file, "w") as f:
-            json.dump(self.entries, f)
+    def change(self, **entries):
+        """Writes the study file with these entries replaced; an entry that is None is left out."""
+        self.entries.update(entries)
+        write(self.file, json.dumps({k: v for k, v in self.entries.items() if v is not None}))
+
+    def path(self, *names):
+        return os.path.join(self.folder, *names)
 
     def study(self):
         return Study(self.file)
 
-    def command(self, *words):
-        return [sys.executable, "-B", os.path.join(PAIRED, "run.py"), self.file, "--root", self.root, *words]
+    def run(self, *words, status=0, **env):
+        """What run.py printed, once it ended with this status."""
+        got, text = script("run.py", self.file, "--root", self.root, *words, **env)
+        assert got == status, "run.py: status %d, expected %d: %s" % (got, status, text)
+        return text
 
-    def run(self, *words, **env):
-        """Runs run.py; (exit status, everything it printed)."""
-        done = subprocess.run(
-            self.command(*words),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=dict(os.environ, **env),
-            timeout=120,
-        )
-        return done.returncode, done.stdout
+    def start(self, *words, **env):
+        """A runner left to itself."""
+        words = [sys.executable, os.path.join(PAIRED, "run.py"), self.file, "--root", self.root, *words]
+        return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=dict(os.environ, **env),
+                                start_new_session=True)
 
-    def analyse(self, from_runs=True):
-        words = [self.file, "--root", self.root] if from_runs else []
-        done = subprocess.run(
-            [sys.executable, "-B", os.path.join(PAIRED, "analyse.py"), *words, "--results", self.results],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=120,
-        )
-        return done.returncode, done.stdout
+    def analyse(self, *words, status=0):
+        got, text = script("analyse.py", *words, "--results", self.results)
+        assert got == status, "analyse.py: status %d, expected %d: %s" % (got, status, text)
+        return text
 
-    def report(self):
-        status, text = self.analyse()
-        equal(status, 0, "analyse.py: " + text)
-        with open(os.path.join(self.results, "report.md"), encoding="utf-8") as f:
-            return f.read()
+    def report(self, from_runs=True):
+        self.analyse(*([self.file, "--root", self.root] if from_runs else []))
+        return read(self.results, "report.md")
 
-    def log_lines(self, name):
-        with open(os.path.join(self.root, name, "log.jsonl")) as f:
-            return f.read().splitlines()
+    def log(self, name):
+        return os.path.join(self.root, name, "log.jsonl")
+
+    def summary(self, name):
+        return os.path.join(self.results, "summaries", name + ".json")
 
     def attempts(self, name):
-        with open(os.path.join(self.root, "runner", name + ".attempts.jsonl")) as f:
-            return [json.loads(line) for line in f]
+        return [json.loads(line) for line in read(self.root, "runner", name + ".attempts.jsonl").splitlines()]
+
+    def wipe(self):
+        """Forgets the runs and the results."""
+        shutil.rmtree(self.root)
+        shutil.rmtree(self.results, ignore_errors=True)
 
 
-def in_place(**options):
-    """Decorator: the test gets a Place of its own, removed afterwards."""
-
-    def wrap(function):
-        def run():
-            folder = tempfile.mkdtemp(prefix="test_paired_")
-            try:
-                return function(Place(folder, **options))
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
-
-        return run
-
-    return wrap
+def launched(text):
+    """Names of the runs that a runner says it launched."""
+    return [line.split()[0] for line in text.splitlines() if "started" in line or "resumed" in line]
 
 
 # ---- statistics ----------------------------------------------------------------------------------------------
-@test("Student's t quantiles agree with the printed tables")
+@test("Student's t: quantiles as in the printed tables; intervals")
 def _():
     for p, df, want in (
-        (0.975, 1, 12.7062047362),
-        (0.975, 2, 4.30265272991),
-        (0.975, 3, 3.18244630528),
-        (0.975, 4, 2.77644510520),
-        (0.975, 9, 2.26215716274),
-        (0.975, 30, 2.04227245630),
-        (0.975, 120, 1.97993040505),
-        (0.95, 4, 2.13184678633),
-        (0.995, 4, 4.60409487142),
-        (0.5, 7, 0.0),
+        (0.975, 1, 12.7062047362), (0.975, 2, 4.30265272991), (0.975, 3, 3.18244630528),
+        (0.975, 4, 2.77644510520), (0.975, 9, 2.26215716274), (0.975, 30, 2.04227245630),
+        (0.975, 120, 1.97993040505), (0.95, 4, 2.13184678633), (0.995, 4, 4.60409487142), (0.5, 7, 0.0)
     ):
-        close(analyse.t_quantile(p, df), want, 1e-9 * max(1.0, want), "t(%g, %d)" % (p, df))
-
-
-@test("Student's t distribution agrees with the integral of its density")
-def _():
-    worst = 0.0
-    for df in (1, 2, 4, 7, 19):
-        scale = math.exp(math.lgamma((df + 1) / 2) - math.lgamma(df / 2)) / math.sqrt(df * math.pi)
-        for t in (0.3, 1.0, 2.5, 6.0):
-            n = 4000  # Simpson
-            h = t / n
-            total = (
-                sum(
-                    (1 if i in (0, n) else 4 if i % 2 else 2)
-                    * scale
-                    * (1 + (i * h) ** 2 / df) ** (-(df + 1) / 2)
-                    for i in range(n + 1)
-                )
-                * h
-                / 3
-            )
-            worst = max(
-                worst, abs(analyse.t_cdf(t, df) - 0.5 - total), abs(analyse.t_cdf(-t, df) - 0.5 + total)
-            )
-    check(worst < 1e-10, "difference %g" % worst)
-    return "largest difference %.1e" % worst
-
-
-@test("t interval of 1, 2, 3, 4, 5 is 3 +- 1.963243; none for a single value")
-def _():
+        close(analyse.t_quantile(p, df), want, 1e-9 * max(1.0, want))
+        close(analyse.t_cdf(-want, df), 1 - p, 1e-9)
     low, high = analyse.t_interval([1.0, 2.0, 3.0, 4.0, 5.0])
-    close(low, 3 - 1.9632431614, 1e-9, "low")
-    close(high, 3 + 1.9632431614, 1e-9, "high")
-    equal(analyse.t_interval([1.0]), None, "one value")
-    equal(analyse.t_interval([]), None, "no value")
+    close(low, 3 - 1.9632431614, 1e-9)
+    close(high, 3 + 1.9632431614, 1e-9)
+    assert analyse.t_interval([1.0]) is analyse.t_interval([]) is None
 
 
-@test("bootstrap interval equals the brute-force count of all 5^5 resamples")
+@test("bootstrap interval equals the brute-force count of all 6^6 resamples")
 def _():
-    equal(analyse.bootstrap_interval([0.0, 1.0]), (0.0, 1.0), "two values")
-    values = [-0.4, 0.1, 0.15, 0.7, 2.0]
-    means = sorted(math.fsum(s) / 5 for s in itertools.product(values, repeat=5))
+    assert analyse.bootstrap_interval([0.0, 1.0]) == (0.0, 1.0)
+    values = [-0.4, 0.1, 0.15, 0.7, 2.0, 2.2]
+    means = sorted(math.fsum(s) / 6 for s in itertools.product(values, repeat=6))
     k = math.ceil(0.025 * len(means))
     low, high = analyse.bootstrap_interval(values)
-    close(low, means[k - 1], 1e-12, "low")
-    close(high, means[-k], 1e-12, "high")
-    many = [math.sin(i) for i in range(20)]
-    equal(analyse.bootstrap_interval(many), analyse.bootstrap_interval(many), "drawn ones repeat")
+    close(low, means[k - 1], 1e-12)
+    close(high, means[-k], 1e-12)
+    many = [math.sin(i) for i in range(20)]  # too many to count: drawn, the same ones every time
+    assert analyse.bootstrap_interval(many) == analyse.bootstrap_interval(many)
     low, high = analyse.bootstrap_interval(many)
     half = 1.96 * math.sqrt(sum((v - sum(many) / 20) ** 2 for v in many) / 20) / math.sqrt(20)
-    close((high - low) / 2, half, 0.05 * half, "drawn ones have the right width")
+    close((high - low) / 2, half, 0.05 * half)
 
 
-@test("sign test: 10 of 10 gives 2/1024, 4 of 5 gives 0.375, ties alone give none")
+@test("sign test, rank correlation and the paper's numbers against what is known of them")
 def _():
-    equal(analyse.sign_test(10, 0), 2 / 1024, "10:0")
-    equal(analyse.sign_test(0, 5), 2 / 32, "0:5")
-    equal(analyse.sign_test(4, 1), 12 / 32, "4:1")
-    equal(analyse.sign_test(3, 3), 1.0, "3:3")
-    equal(analyse.sign_test(0, 0), None, "0:0")
-
-
-@test("rank correlation: 1 for the same order, -1 for the opposite one, Spearman's 0.6 for a known case")
-def _():
-    equal(analyse.rank_correlation([1, 5, 9], [2, 3, 80]), 1.0, "same order")
-    equal(analyse.rank_correlation([1, 5, 9, 11], [4, 3, 2, 1]), -1.0, "opposite order")
-    close(analyse.rank_correlation([1, 2, 3, 4], [2, 1, 4, 3]), 0.6, 1e-12, "two swaps: 1 - 6 * 4 / (4 * 15)")
-
-
-@test("the paper's entries agree with themselves: seed means, perplexities, 10 of 10")
-def _():
+    for pair, want in (((10, 0), 2 / 1024), ((0, 5), 2 / 32), ((4, 1), 12 / 32), ((3, 3), 1.0), ((0, 0), None)):
+        assert analyse.sign_test(*pair) == want, pair
+    assert analyse.rank_correlation([1, 5, 9], [2, 3, 80]) == 1.0
+    assert analyse.rank_correlation([1, 5, 9, 11], [4, 3, 2, 1]) == -1.0
+    close(analyse.rank_correlation([1, 2, 3, 4], [2, 1, 4, 3]), 0.6, 1e-12)  # 1 - 6 * 4 / (4 * 15)
     for paper in analyse.PAPER:
-        close(sum(paper["seeds"]) / 5, paper["mean"], 0.0005, paper["label"] + " mean of its seeds")
-        close(100 * math.expm1(paper["mean"]), paper["perplexity"], 0.02, paper["label"] + " perplexity")
-        check(all(v < 0 for v in paper["seeds"]), "signs")
+        close(sum(paper["seeds"]) / 5, paper["mean"], 0.0005)
+        close(100 * math.expm1(paper["mean"]), paper["perplexity"], 0.02)
+        assert max(paper["seeds"]) < 0, paper
 
 
 @test("a comparison with missing, diverged, tied and one-sided seeds")
 def _():
     nan = "diverged"
-    c = analyse.Comparison(
-        {1: 1.0, 2: 2.0, 3: nan, 4: None, 5: 3.0, 6: 1.0, 7: nan, 8: 1.0},
-        {1: 1.5, 2: 1.5, 3: 2.0, 4: 1.0, 5: nan, 6: 1.0, 7: nan},
-    )
-    equal(c.by_seed, {1: -0.5, 2: 0.5, 6: 0.0}, "differences")
-    equal((c.lower, c.higher, c.ties), (2, 2, 1), "signs (who diverges loses)")
-    equal(sorted(c.lost), [(3, "arm"), (4, "missing"), (5, "base"), (7, "both"), (8, "missing")], "lost pairs")
-    close(c.mean, 0.0, 1e-15, "mean")
+    c = analyse.Comparison({1: 1.0, 2: 2.0, 3: nan, 4: None, 5: 3.0, 6: 1.0, 7: nan, 8: 1.0},
+                           {1: 1.5, 2: 1.5, 3: 2.0, 4: 1.0, 5: nan, 6: 1.0, 7: nan})
+    assert c.by_seed == {1: -0.5, 2: 0.5, 6: 0.0}, c.by_seed
+    assert (c.lower, c.higher, c.ties) == (2, 2, 1), "who diverges loses: %r" % vars(c)
+    assert sorted(c.lost) == [(3, "arm"), (4, "missing"), (5, "base"), (7, "both"), (8, "missing")], c.lost
+    close(c.mean, 0.0, 1e-15)
     empty = analyse.Comparison({}, {})
-    equal((empty.n, empty.mean, empty.t, empty.p, empty.perplexity()), (0, None, None, None, None), "no pair")
+    assert (empty.n, empty.mean, empty.t, empty.p, empty.perplexity()) == (0, None, None, None, None)
 
 
 # ---- study files ---------------------------------------------------------------------------------------------
 @test("the study files of the project can be read and hold the runs they should")
 def _():
     folder = os.path.join(PAIRED, "studies")
-    studies = {
-        n: Study(os.path.join(folder, n + ".json"))
-        for n in ("paper_s", "paper_m", "controls_s", "small", "shallow", "deep", "deep_lr", "smoke")
-    }
-    for name, study in studies.items():
-        equal(study.name, name, "name")
+    studies = {n[:-5]: Study(os.path.join(folder, n)) for n in os.listdir(folder)}
+    assert all(name == study.name for name, study in studies.items()), studies
     for name in ("paper_s", "paper_m"):
         study = studies[name]
-        equal(
-            sorted((r.arch, r.seed) for r in study.runs),
-            sorted(itertools.product(("block", "rd"), range(1, 6))),
-            name,
-        )
-        size = next(iter(study.sizes))
-        equal(
-            study.milestone_steps[size], [477, 954, 1908, 3816], name + " steps of 0.25, 0.5, 1.0, 2.0B tokens"
-        )
-    equal(
-        {r.arch for r in studies["controls_s"].runs},
-        {"block", "rd", "tied", "average", "frozen-v"},
-        "controls_s",
-    )
-    small = studies["small"]
-    check(len(small.sizes) >= 2, "small has two sizes or more")
-    for size in small.sizes:
-        for arch in ("residual", "block", "rd"):
-            check(
-                len([r for r in small.runs if (r.size, r.arch) == (size, arch)]) >= 5,
-                "small: 5 seeds of %s" % arch,
-            )
-    for arch in ("tied", "average", "frozen-v"):
-        check(len([r for r in small.runs if r.arch == arch]) >= 3, "small: 3 seeds of %s" % arch)
+        want = sorted(itertools.product(("block", "rd"), range(1, 6)))
+        assert sorted((r.arch, r.seed) for r in study.runs) == want, name
+        assert list(study.milestone_steps.values()) == [[477, 954, 1908, 3816]], "0.25, 0.5, 1.0, 2.0B tokens"
+    controls = {r.arch for r in studies["controls_s"].runs}
+    assert controls == {"block", "rd", "tied", "average", "frozen-v"}, controls
+    small = [(r.size, r.arch) for r in studies["small"].runs]
+    sizes = len({size for size, _ in small})
+    assert sizes >= 2, small
+    for arm, seeds in (("residual", 5), ("block", 5), ("rd", 5)):
+        assert all(small.count((size, arm)) >= seeds for size, _ in small), arm
+    for arm in ("tied", "average", "frozen-v"):
+        assert len([a for _, a in small if a == arm]) >= 3, arm
 
 
-@test("variables: --set replaces them, unknown ones are refused")
-@in_place(
-    variables={"data": "here"},
-    flags={"steps": 20, "batch": 4, "context": 8, "val-every": 5, "train": "{data}/t_*.bin"},
-)
+@test("every flag of the study files is one of the trainer's")
+def _():
+    if not os.path.exists(TRAINER):
+        raise Skip("train_rdattnres_cpu is not built")
+    told = subprocess.run([TRAINER, "--help"], stdout=subprocess.PIPE, text=True).stdout
+    known = {word for line in told.splitlines() for word in line.split()[:1]}
+    folder = os.path.join(PAIRED, "studies")
+    for name in os.listdir(folder):
+        for flag in {flag for run in Study(os.path.join(folder, name)).runs for flag in run.flags}:
+            assert "--" + flag.replace("_", "-") in known, "%s: --%s" % (name, flag)
+
+
+@test("variables: --set replaces them, unknown ones are refused", variables={"data": "here"},
+      flags={"steps": 20, "batch": 4, "context": 8, "val-every": 5, "train": "{data}/t_*.bin"})
 def _(place):
-    equal(place.study().runs[0].flags["train"], "here/t_*.bin", "default")
-    equal(Study(place.file, ["data=/there"]).runs[0].flags["train"], "/there/t_*.bin", "set")
+    assert place.study().runs[0].flags["train"] == "here/t_*.bin"
+    assert Study(place.file, ["data=/there"]).runs[0].flags["train"] == "/there/t_*.bin"
     refused(lambda: Study(place.file, ["dta=/there"]), "--set dta=/there", "data")
 
 
 @test("bad study files are refused, each with its reason")
-@in_place()
 def _(place):
-    flags = place.entries["flags"]
+    flags, whole = place.entries["flags"], dict(place.entries, colour=None)
     for change, words in (
         ({"colour": 1}, ("unknown entry 'colour'",)),
         ({"trainer": None}, ("entry 'trainer' is missing",)),
@@ -347,97 +300,70 @@ def _(place):
         ({"milestones": [640, 320]}, ("rise",)),
         ({"milestones": [900]}, ("milestone 900", "640 tokens")),
     ):
-        entries = {k: v for k, v in dict(place.entries, **change).items() if v is not None}
-        with open(place.file, "w") as f:
-            json.dump(entries, f)
+        place.change(**dict(whole, **change))
         refused(place.study, place.file, *words)
-    with open(place.file, "w") as f:
-        f.write("{")
+    write(place.file, "{")
     refused(place.study, "not JSON")
     os.remove(place.file)
     refused(place.study, "No such file")
 
 
-@test("a log: cut last line is passed over, junk elsewhere is not, later events replace earlier ones")
-@in_place()
+@test("the trainer gets the study's flags, its own size's, arm, seed and folder, and the environment asked for",
+      seeds=(3,), env={"A_SETTING": "x"}, sizes={"a": {"flags": {"lr": 0.25, "quiet": True}}})
 def _(place):
-    path = os.path.join(place.folder, "log.jsonl")
+    run = place.study().runs[1]
+    got = " ".join(command(place.study(), run, "R", True))
+    assert got == STUB + (" --layers 3 --steps 20 --batch 4 --context 8 --val-every 5 --checkpoint-every 5"
+                          " --block-size 2 --lr 0.25 --quiet --arch rd --seed 3 --out R/a-rd-s3"
+                          " --resume R/a-rd-s3"), got
+    assert run.env == {"A_SETTING": "x"}, run.env
 
+
+@test("a log: cut last line is passed over, junk elsewhere is not, later events replace earlier ones")
+def _(place):
     def log(*lines):
-        with open(path, "w") as f:
-            f.write("\n".join(lines))
-        return study_module.Log(path)
+        return Log(write(place.path("log.jsonl"), "\n".join(lines)))
 
     step = '{"event":"step","step":%d,"tokens":1,"loss":%s}'
-    got = log(
-        '{"event":"config","options":{"lr":0.1}}', step % (1, 5), step % (2, 4), step % (2, 3), '{"event":"st'
-    )
-    equal((got.last_step(), got.steps[2]["loss"], got.diverged_at), (2, 3, None), "cut line")
-    equal(log(step % (1, 5), step % (2, "null")).diverged_at, 2, "null loss")
-    equal(log(step % (1, 5), step % (2, "1e999")).diverged_at, 2, "infinite loss")
+    config = '{"event":"config","options":{"lr":%g}}'
+    got = log(config % 0.1, step % (1, 5), step % (2, 4), step % (2, 3), '{"event":"st')
+    assert (got.last_step(), got.steps[2]["loss"], got.diverged_at) == (2, 3, None), vars(got)
+    for loss in ("null", "1e999"):
+        assert log(step % (1, 5), step % (2, loss)).diverged_at == 2, loss
     refused(lambda: log("{nonsense", step % (1, 5)), ":1:", "not a log event")
-    refused(
-        lambda: log('{"event":"config","options":{"lr":0.1}}', '{"event":"config","options":{"lr":0.2}}', ""),
-        "resumed with other settings",
-        "lr 0.1 against 0.2",
-    )
+    refused(lambda: log(config % 0.1, config % 0.2, ""), "resumed with other settings", "lr 0.1 against 0.2")
 
 
-@test(
-    "byte shards from GPT-2 shards: same documents, end-of-text 256, cut at whole documents, bad files refused"
-)
-@in_place()
+@test("byte shards from GPT-2 shards: same documents, end-of-text 256, cut at whole documents, bad files refused")
 def _(place):
-    def write(name, header, body):
-        path = os.path.join(place.folder, name)
-        with open(path, "wb") as f:
+    def binary(name, header, body):
+        with open(place.path(name), "wb") as f:
             f.write(struct.pack("<%dI" % len(header), *header).ljust(1024, b"\0") + body)
-        return path
+        return place.path(name)
 
     words = [b"a", b"bc", b"\xff", b" def", b""]  # the last is end-of-text
-    tokenizer = write("tokenizer.bin", [20240328, 2, 5, 4], b"".join(bytes([len(w)]) + w for w in words))
-    ids = [4, 0, 1, 4, 2, 3, 3, 4, 0]
-    shard = write("shard.bin", [20240520, 1, len(ids)], struct.pack("<9H", *ids))
-    bad = write("bad.bin", [20240520, 1, 1], struct.pack("<H", 5))
-    short = write("short.bin", [20240520, 1, 7], b"xx")
+    tokenizer = binary("tokenizer.bin", [20240328, 2, 5, 4], b"".join(bytes([len(w)]) + w for w in words))
+    shard = binary("shard.bin", [20240520, 1, 9], struct.pack("<9H", 4, 0, 1, 4, 2, 3, 3, 4, 0))
+    bad = binary("bad.bin", [20240520, 1, 1], struct.pack("<H", 5))
+    short = binary("short.bin", [20240520, 1, 7], b"xx")
 
     def convert(shard, *words):
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-B",
-                os.path.join(PAIRED, "gpt2_to_bytes.py"),
-                "--tokenizer",
-                tokenizer,
-                "--out",
-                place.folder + "/bytes",
-                shard,
-                *words,
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        if done.returncode:
-            return done.stdout
-        with open(os.path.join(place.folder, "bytes", os.path.basename(shard)), "rb") as f:
-            data = f.read()
-        equal(struct.unpack("<4i", data[:16]), (20240520, 1, (len(data) - 1024) // 2, 0), "header")
-        return list(struct.unpack("<%dH" % ((len(data) - 1024) // 2), data[1024:]))
+        return script("gpt2_to_bytes.py", "--tokenizer", tokenizer, "--out", place.path("bytes"), shard, *words)
 
     want = [256, *b"abc", 256, 255, *b" def def", 256, *b"a"]
-    equal(convert(shard), want, "tokens")
-    for most in range(len(want), 3, -1):
-        equal(
-            convert(shard, "--max-bytes", str(most)),
-            want[: len(want) if most >= 16 else 14 if most >= 14 else 4],
-            "%d bytes at most" % most,
-        )
-    check("token 5, but the tokenizer has 5" in convert(bad), convert(bad))
-    check(
-        "header" in convert(short) and not os.path.exists(place.folder + "/bytes/short.bin"),
-        "wrong size is refused",
-    )
+    for most in [None, *range(16, 3, -1)]:
+        status, text = convert(shard, *(["--max-bytes", str(most)] if most else []))
+        assert status == 0, text
+        with open(place.path("bytes", "shard.bin"), "rb") as f:
+            data = f.read()
+        kept = want[:16 if most is None or most >= 16 else 14 if most >= 14 else 4]
+        assert struct.unpack("<4i", data[:16]) == (20240520, 1, len(kept), 0), data[:16]
+        assert data[1024:] == struct.pack("<%dH" % len(kept), *kept), "%s bytes at most" % most
+    for file, words in ((bad, "token 5, but the tokenizer has 5"), (short, "header")):
+        status, text = convert(file)
+        assert status, file
+        has(text, words)
+    assert not os.path.exists(place.path("bytes", "short.bin"))
 
 
 # ---- which runs may be compared ------------------------------------------------------------------------------
@@ -445,566 +371,315 @@ def _(place):
 def _():
     base = {"arch": "block", "seed": 1, "lr": 0.01, "steps": 20, "train": "x", "out": "a", "something_new": 1}
 
-    def rows(**change):
-        return [
-            ("one", 1, "a", base, 5.0),
-            ("two", 1, "a", dict(base, arch="rd", out="b", **change), change.pop("loss", 5.001)),
-        ]
+    def compare(*row, loss=5.001, **change):
+        check_comparable([("one", 1, "a", base, 5.0),
+                          ("two", 1, "a", dict(base, arch="rd", out="b", **change), loss), *row])
 
-    study_module.check_comparable(rows())
-    study_module.check_comparable(rows(lr="0.0100"))  # the same number, written another way
+    compare(lr="0.0100")  # the same number, written another way
     for name, value in (("lr", 0.02), ("steps", 21), ("train", "y"), ("something_new", 2), ("total_batch", 64)):
-        refused(
-            lambda: study_module.check_comparable(rows(**{name: value})), "one and two", name, json.dumps(value)
-        )
-    refused(
-        lambda: study_module.check_comparable(
-            [("one", 1, "a", base, 5.0), ("two", 1, "a", dict(base, arch="rd"), 5.006)]
-        ),
-        "first losses",
-        "batch",
-    )
-    other_seed = ("three", 2, "a", dict(base, seed=2), 5.3)
-    study_module.check_comparable(rows() + [other_seed])
-    refused(
-        lambda: study_module.check_comparable(rows() + [("three", 2, "a", dict(base, seed=2, lr=0.02), 5.3)]),
-        "one and three",
-        "lr",
-    )
-    study_module.check_comparable(rows() + [("four", 2, "b", dict(base, seed=2, lr=0.02), 5.3)])  # another size
+        refused(lambda: compare(**{name: value}), "one and two", name, json.dumps(value))
+    refused(lambda: compare(loss=5.006), "first losses", "batch")
+    compare(("three", 2, "a", dict(base, seed=2), 5.3))
+    other = dict(base, seed=2, lr=0.02)
+    refused(lambda: compare(("three", 2, "a", other, 5.3)), "one and three", "lr")
+    compare(("four", 2, "b", other, 5.3))  # another size
 
 
 @test("the runner stops when the trainer did not do what it was asked to")
-@in_place()
 def _(place):
-    status, text = place.run(STUB_LR="rd-s1")
-    equal(status, 1, text)
-    check("a-rd-s1: made with --lr 0.5" in text and "0.01" in text, text)
-    check(not os.path.exists(os.path.join(place.root, "a-block-s2")), "no further run was started")
+    has(place.run(status=1, STUB_LR="rd-s1"), "a-rd-s1: made with --lr 0.5", "0.01")
+    assert not os.path.exists(place.log("a-block-s2")), "no further run was started"
 
 
-@test("runner and analysis refuse runs whose logs differ in more than the arm")
-@in_place(seeds=(1,))
+@test("runner and analysis refuse runs that do not fit each other or the study; fewer steps are not all steps",
+      seeds=(1,))
 def _(place):
-    equal(place.run()[0], 0, "the study runs")
-    path = os.path.join(place.root, "a-rd-s1", "log.jsonl")
-    lines = place.log_lines("a-rd-s1")
-    config = json.loads(lines[0])
-    config["options"]["data_order"] = "backwards"
-    with open(path, "w") as f:
-        f.write("\n".join([json.dumps(config)] + lines[1:]) + "\n")
-    for status, text in (place.run(), place.analyse()):
-        equal(status, 1, text)
-        check("a-block-s1 and a-rd-s1 must not be compared" in text and "data_order" in text, text)
+    place.run()
+    log, whole = place.log("a-rd-s1"), read(place.log("a-rd-s1"))
+
+    def both_refuse(*words):
+        has(place.run(status=1), *words)
+        has(place.analyse(place.file, "--root", place.root, status=1), *words)
+        write(log, whole)
+
+    edit(log, '"options": {', '"options": {"data_order": "backwards", ')
+    both_refuse("a-block-s1 and a-rd-s1 must not be compared", "data_order")
+    edit(log, '.*"val", "step": 10,.*\n', "")
+    both_refuse("without the validation at step 10")
+    place.change(flags=dict(place.entries["flags"], lr=0.02))
+    both_refuse("made with --lr 0.01", "0.02")
+    edit(log, '"done", "step": 20', '"done", "step": 19')
+    assert state_of(place.study().runs[1], place.root)[0] == "interrupted"
 
 
-@test("a pair made by two different programs is refused; pairs of different seeds may have different ones")
-@in_place()
+@test("a pair made by two programs is refused; pairs of different seeds may have different ones")
 def _(place):
-    other = os.path.join(place.folder, "other.py")
-    shutil.copy(STUB, other)
-    with open(other, "a") as f:
-        f.write("# rebuilt\n")
-    equal(place.run("--only=-s1")[0], 0, "seed 1 with the first")
-    equal(place.run("--only=-s2", "--trainer", other)[0], 0, "seed 2 with the other")
+    other = write(place.path("other.py"), read(STUB) + "# rebuilt\n")
+    place.run("--only=-s1")
+    place.run("--only=-s2", "--trainer", other)
     place.report()
-    shutil.rmtree(os.path.join(place.root, "a-rd-s2"))
+    shutil.rmtree(os.path.dirname(place.log("a-rd-s2")))
     os.remove(os.path.join(place.root, "runner", "a-rd-s2.launches.jsonl"))
-    status, text = place.run()
-    equal(status, 1, text)
-    check("a-block-s2 and a-rd-s2 must not be compared" in text and "trainer" in text, text)
-    # resumed with another program: both are on record, unless nothing of the first's work is left
+    has(place.run(status=1), "a-block-s2 and a-rd-s2 must not be compared", "trainer")
+
     run = place.study().runs[1]
-    path = os.path.join(place.root, "runner", run.name + ".launches.jsonl")
-
-    def programs(*launches):
-        with open(path, "w") as f:
-            for begin, trainer in launches:
-                f.write(json.dumps({"from": begin, "trainer": trainer}) + "\n")
-        return study_module.state_of(run, place.root)[1].config["trainer"]
-
-    equal(programs((0, "A"), (10, "B")), "A+B", "A's steps 1 to 10 are in the run")
-    equal(programs((0, "A"), (0, "B")), "B", "nothing of A is")
-    equal(programs((0, "A"), (10, "B"), (10, "A")), "A", "nothing of B is")
-
-
-@test("a study whose flags were changed does not take over the old runs")
-@in_place(seeds=(1,))
-def _(place):
-    equal(place.run()[0], 0, "the study runs")
-    place.entries["flags"]["lr"] = 0.02
-    place.write()
-    status, text = place.run()
-    equal(status, 1, text)
-    check("made with --lr 0.01" in text and "0.02" in text, text)
+    for launches, want in (
+        ([(0, "A"), (10, "B")], "A+B"),
+        ([(0, "A"), (0, "B")], "B"),  # nothing of A's work is left
+        ([(0, "A"), (10, "B"), (10, "A")], "A"),
+    ):
+        lines = [json.dumps({"from": begin, "trainer": trainer}) + "\n" for begin, trainer in launches]
+        write(os.path.join(place.root, "runner", run.name + ".launches.jsonl"), "".join(lines))
+        got = state_of(run, place.root)[1].config["trainer"]
+        assert got == want, (launches, got)
 
 
 # ---- the runner ----------------------------------------------------------------------------------------------
-@test("a study runs in the order of its file; finished runs are skipped the next time")
-@in_place(groups=[{"arms": ["rd", "block"], "seeds": [2, 1]}, {"arms": ["tied"], "seeds": [1]}])
+@test("a study runs in the order of its file; finished runs are skipped the next time",
+      groups=[{"arms": ["rd", "block"], "seeds": [2, 1]}, {"arms": ["tied"], "seeds": [1]}])
 def _(place):
-    status, text = place.run()
-    equal(status, 0, text)
-    started = [line.split()[0] for line in text.splitlines() if line.endswith("started")]
-    equal(started, ["a-rd-s2", "a-block-s2", "a-rd-s1", "a-block-s1", "a-tied-s1"], "order")
-    status, text = place.run()
-    equal(status, 0, text)
-    equal(text.count("finished"), 5, "all skipped")
-    check("started" not in text and len(place.attempts("a-rd-s1")) == 1, "nothing ran again")
-    status, text = place.run("--list")
-    equal(text.count("finished    step 20 of 20"), 5, "--list")
+    got = launched(place.run())
+    assert got == ["a-rd-s2", "a-block-s2", "a-rd-s1", "a-block-s1", "a-tied-s1"], got
+    text = place.run()
+    assert text.count("finished") == 5 and not launched(text) and len(place.attempts("a-rd-s1")) == 1, text
+    text = place.run("--list")
+    assert text.count("finished    step 20 of 20") == 5, text
 
 
-@test("the trainer gets the study's flags, its own size's, arm, seed and folder, and the environment asked for")
-@in_place(seeds=(3,), env={"A_SETTING": "x"}, sizes={"a": {"flags": {"lr": 0.25, "quiet": True}}})
+@test("one run per GPU at a time, all of them used, with the threads asked for", seeds=(1, 2, 3))
 def _(place):
-    run = place.study().runs[1]
-    equal(
-        study_module.command(place.study(), run, "R", True),
-        [
-            STUB,
-            "--layers",
-            "3",
-            "--steps",
-            "20",
-            "--batch",
-            "4",
-            "--context",
-            "8",
-            "--val-every",
-            "5",
-            "--checkpoint-every",
-            "5",
-            "--block-size",
-            "2",
-            "--lr",
-            "0.25",
-            "--quiet",
-            "--arch",
-            "rd",
-            "--seed",
-            "3",
-            "--out",
-            "R/a-rd-s3",
-            "--resume",
-            "R/a-rd-s3",
-        ],
-        "command line",
-    )
-    equal(run.env, {"A_SETTING": "x"}, "environment")
-
-
-@test("two at a time, and one per GPU: each GPU has one run at a time, all are used")
-@in_place(seeds=(1, 2, 3))
-def _(place):
-    trainer = os.path.join(place.folder, "trainer.sh")
-    with open(trainer, "w") as f:
-        f.write(
-            '#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES $OMP_NUM_THREADS" >> "%s"\nexec "%s" "$@"\n'
-            % (place.folder + "/seen", STUB)
-        )
-    os.chmod(trainer, 0o755)
-    status, text = place.run("--gpus", "3,5", "--threads", "2", "--trainer", trainer, STUB_MS="5")
-    equal(status, 0, text)
-    with open(place.folder + "/seen") as f:
-        seen = f.read().split("\n")[:-1]
-    equal(sorted(set(seen)), ["3 2", "5 2"], "CUDA_VISIBLE_DEVICES and OMP_NUM_THREADS")
-    equal(len(seen), 6, "runs")
+    trainer = write(place.path("trainer.sh"), '#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES $OMP_NUM_THREADS" >> "%s"\n'
+                    'exec "%s" "$@"\n' % (place.path("seen"), STUB))
+    text = place.run("--gpus", "3,5", "--threads", "2", "--trainer", trainer, STUB_MS="5")
+    seen = read(place.path("seen")).splitlines()
+    assert set(seen) == {"3 2", "5 2"} and len(seen) == 6, seen
     busy = {}
     for line in text.splitlines():
         name = line.split()[0]
         if "on GPU" in line:
-            check(line[-1] not in busy.values(), "GPU %s has two runs" % line[-1])
+            assert line[-1] not in busy.values(), text
             busy[name] = line[-1]
         elif "finished" in line:
             del busy[name]
-    check(place.attempts("a-rd-s1")[0]["gpu"] in ("3", "5"), "GPU is on record")
+    assert place.attempts("a-rd-s1")[0]["gpu"] in ("3", "5"), "GPU is on record"
 
 
-@test(
-    "a trainer killed in the middle is resumed from its checkpoint, and the log is that of a run never killed"
-)
-@in_place(seeds=(1,))
+@test("a killed trainer is resumed from its checkpoint, if it has one; its log is that of a run never killed",
+      seeds=(1,))
 def _(place):
-    status, text = place.run(STUB_KILL="rd-s1@13")
-    equal(status, 0, text)
-    check(
-        "FAILED: trainer ended with status -9 after step 12" in text and "resumed after step 10" in text, text
-    )
-    equal(
-        [(a["from"], a["reached"], a["status"]) for a in place.attempts("a-rd-s1")],
-        [(0, 12, -9), (10, 20, 0)],
-        "attempts",
-    )
-    broken = place.log_lines("a-rd-s1")
-    shutil.rmtree(place.root)
-    equal(place.run()[0], 0, "again")
-    whole = place.log_lines("a-rd-s1")
-    again = [line for line in broken if line.startswith('{"event": "config"')]
-    equal(again, [whole[0]] * 2, "the resumed run states its settings again")
-    equal([line for line in broken if line not in again], whole[1:], "log")
+    def reached():
+        return [(a["from"], a["reached"], a["status"]) for a in place.attempts("a-rd-s1")]
+
+    text = place.run(STUB_KILL="rd-s1@13")
+    has(text, "FAILED: trainer ended with status -9 after step 12", "resumed after step 10")
+    assert reached() == [(0, 12, -9), (10, 20, 0)], reached()
+    broken = read(place.log("a-rd-s1")).splitlines()
+    place.wipe()
+    place.run(STUB_KILL="rd-s1@3")
+    assert reached() == [(0, 2, -9), (0, 20, 0)], reached()
+    whole = read(place.log("a-rd-s1")).splitlines()
+    assert [line for line in broken if '"config"' in line] == [whole[0]] * 2, "the settings, once for each launch"
+    assert [line for line in broken if '"config"' not in line] == whole[1:], broken
 
 
-@test("a trainer killed before its first checkpoint begins again")
-@in_place(seeds=(1,))
+@test("failures that stop a study: after how many attempts, and with the trainer's own words")
 def _(place):
-    status, text = place.run(STUB_KILL="rd-s1@3")
-    equal(status, 0, text)
-    equal([(a["from"], a["reached"]) for a in place.attempts("a-rd-s1")], [(0, 2), (0, 20)], "attempts")
+    earlier = {"from": 0, "reached": 12, "status": 0, "interrupted": True, "message": "", "seconds": 1}
+    same = 'STUB_FAIL=block-s1@13 exec "%s" "$@"' % STUB
+    later = 'touch "$0.$$"; STUB_FAIL="block-s1@$((7 + $(ls "$0".* | wc -l)))" exec "%s" "$@"' % STUB
+    for name, trainer, notes, attempts, said in (
+        ("at one step", same, "", 2,
+         "failed again at the same step (trainer ended with status 1 after step 12)"),
+        ("asked to stop there before", same, json.dumps(earlier) + "\n", 3, "failed again at the same step"),
+        ("before any checkpoint", later, "", 3, "failed 3 times without reaching a new checkpoint"),
+        ("flags", "echo error: told to fail >&2; exit 2", "", 1, "failed because of its flags"),
+    ):
+        place.root = place.path("runs " + name)
+        if notes:
+            write(os.path.join(place.root, "runner", "a-block-s1.attempts.jsonl"), notes)
+        place.change(flags=dict(place.entries["flags"], **{"checkpoint-every": 15 if trainer == later else 5}))
+        text = place.run("--trainer", write(place.path(name + ".sh"), "#!/bin/sh\n" + trainer + "\n"), status=1)
+        has(text, said, "it said: error: told to fail")
+        assert len(place.attempts("a-block-s1")) == attempts, text
+        assert launched(text)[-1] == "a-block-s1", "no further run was started: " + text
+
+    text = place.run("--trainer", "/nowhere/train", status=1)
+    has(text, "cannot start the trainer /nowhere/train")
+    assert "Traceback" not in text, text
 
 
-@test("a failure repeated at the same step stops the study; a restart tries once more and stops again")
-@in_place()
+@test("after a failure: a restart tries once more, --keep-going does the other runs, a mended trainer all")
 def _(place):
-    status, text = place.run(STUB_FAIL="rd-s1@13")
-    equal(status, 1, text)
-    check(
-        "error: a-rd-s1 failed again at the same step (trainer ended with status 1 after step 12)" in text, text
-    )
-    check("it said: error: told to fail" in text, "the trainer's words are passed on: " + text)
-    equal(len(place.attempts("a-rd-s1")), 2, "attempts")
-    check(not os.path.exists(os.path.join(place.root, "a-block-s2")), "no further run was started")
-    status, text = place.run(STUB_FAIL="rd-s1@13")
-    equal((status, len(place.attempts("a-rd-s1"))), (1, 3), text)
-    status, text = place.run()  # mended
-    equal(status, 0, text)
+    for words, attempts, states in (
+        ([], 2, ["finished", "interrupted", "missing", "missing"]),
+        ([], 3, ["finished", "interrupted", "missing", "missing"]),
+        (["--keep-going"], 4, ["finished", "interrupted", "finished", "finished"]),
+    ):
+        text = place.run(*words, status=1, STUB_FAIL="rd-s1@13")
+        assert len(place.attempts("a-rd-s1")) == attempts, text
+        assert [state_of(r, place.root)[0] for r in place.study().runs] == states, text
+    has(text, "given up")
+    place.run()
 
 
-@test("when one run stops the study, the others running beside it are saved and ended")
-@in_place(seeds=(1,))
+@test("when one run stops the study, the others running beside it are saved and ended", seeds=(1,))
 def _(place):
-    status, text = place.run("--jobs", "2", STUB_FAIL="block-s1@3", STUB_MS="150")
-    equal(status, 1, text)
+    text = place.run("--jobs", "2", status=1, STUB_FAIL="block-s1@3", STUB_MS="150")
     (attempt,) = place.attempts("a-rd-s1")
-    equal((attempt["interrupted"], attempt["status"], attempt["reached"] < 20), (True, 0, True), text)
-    equal(study_module.checkpoints(place.root + "/a-rd-s1")[-1][5:13], "%08d" % attempt["reached"], "it saved")
+    assert (attempt["interrupted"], attempt["status"], attempt["reached"] < 20) == (True, 0, True), text
+    assert checkpoints(place.root + "/a-rd-s1")[-1][5:13] == "%08d" % attempt["reached"], "it saved"
 
 
-@test("a run that was asked to stop somewhere and fails there next time gets its second chance")
-@in_place(seeds=(1,))
+@test("SIGTERM or Ctrl-C to the runner: the trainers save, the next start goes on; two end them at once")
 def _(place):
-    os.makedirs(os.path.join(place.root, "runner"))
-    with open(os.path.join(place.root, "runner", "a-block-s1.attempts.jsonl"), "w") as f:
-        stopped = {"from": 0, "reached": 12, "status": 0, "interrupted": True, "message": "", "seconds": 1}
-        f.write(json.dumps(stopped) + "\n")
-    status, text = place.run(STUB_FAIL="block-s1@13")
-    equal((status, len(place.attempts("a-block-s1"))), (1, 3), text)
-
-
-@test("--keep-going gives up the failing run and carries out the others")
-@in_place()
-def _(place):
-    status, text = place.run("--keep-going", STUB_FAIL="rd-s1@13")
-    equal(status, 1, text)
-    check("given up" in text, text)
-    equal(
-        [study_module.state_of(r, place.root)[0] for r in place.study().runs],
-        ["finished", "interrupted", "finished", "finished"],
-        "states",
-    )
-
-
-@test("a trainer that dies at changing steps without a new checkpoint is stuck")
-@in_place(seeds=(1,))
-def _(place):
-    trainer = os.path.join(place.folder, "trainer.sh")
-    with open(
-        trainer, "w"
-    ) as f:  # fails at step 7, 8, 9, ...: every attempt gets further, none to a checkpoint
-        f.write(
-            '#!/bin/sh\nn=$(ls "%s" | wc -l)\ntouch "%s/$n"\nSTUB_FAIL="block-s1@$((7 + n))" exec "%s" "$@"\n'
-            % (place.folder + "/n", place.folder + "/n", STUB)
-        )
-    os.mkdir(place.folder + "/n")
-    os.chmod(trainer, 0o755)
-    place.entries["flags"]["checkpoint-every"] = 15
-    place.write()
-    status, text = place.run("--trainer", trainer)
-    equal(status, 1, text)
-    check("failed 3 times without reaching a new checkpoint" in text, text)
-
-
-@test("a trainer that refuses its flags is not asked twice")
-@in_place()
-def _(place):
-    write_program(
-        place.folder, "trainer.sh", "#!/bin/sh\necho 'error: --lr: got 0.01, expected 7' >&2\nexit 2\n"
-    )
-    status, text = place.run("--trainer", os.path.join(place.folder, "trainer.sh"))
-    equal((status, len(place.attempts("a-block-s1"))), (1, 1), text)
-    check("failed because of its flags" in text and "it said: error: --lr: got 0.01, expected 7" in text, text)
-
-
-@test("a trainer that is not there is one clear line")
-@in_place()
-def _(place):
-    status, text = place.run("--trainer", "/nowhere/train")
-    equal(status, 1, text)
-    check("cannot start the trainer /nowhere/train" in text and "Traceback" not in text, text)
-
-
-@test("SIGTERM to the runner: the trainers save and end, status 130, and the next start goes on from there")
-@in_place()
-def _(place):
-    process = subprocess.Popen(
-        place.command("--jobs", "2"), stdout=subprocess.PIPE, text=True, env=dict(os.environ, STUB_MS="50")
-    )
-    first, deadline = os.path.join(place.root, "a-block-s1", "log.jsonl"), time.time() + 20
-    while time.time() < deadline and not (os.path.exists(first) and '"step": 3' in open(first).read()):
-        time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
-    text = process.communicate(timeout=20)[0]
-    equal(process.returncode, 130, text)
-    check("interrupted" in text, text)
-    attempt = place.attempts("a-block-s1")[0]
-    check(attempt["interrupted"] and 0 < attempt["reached"] < 20, "attempt %r" % attempt)
-    equal(
-        study_module.checkpoints(os.path.join(place.root, "a-block-s1"))[-1],
-        "ckpt_%08d.safetensors" % attempt["reached"],
-        "checkpoint where it was stopped",
-    )
-    status, text = place.run()
-    equal(status, 0, text)
-    check("resumed after step %d" % attempt["reached"] in text and "FAILED" not in text, text)
-
-
-@test("Ctrl-C in the terminal reaches the trainers as one polite request")
-@in_place(seeds=(1,))
-def _(place):
-    process = subprocess.Popen(
-        place.command(),
-        stdout=subprocess.PIPE,
-        text=True,
-        env=dict(os.environ, STUB_MS="50"),
-        start_new_session=True,
-    )
-    first, deadline = os.path.join(place.root, "a-block-s1", "log.jsonl"), time.time() + 20
-    while time.time() < deadline and not (os.path.exists(first) and '"step": 3' in open(first).read()):
-        time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to everyone in the foreground
-    text = process.communicate(timeout=20)[0]
-    attempt = place.attempts("a-block-s1")[0]
-    equal((process.returncode, attempt["status"]), (130, 0), text)
-    check("ckpt_%08d.safetensors" % attempt["reached"] in os.listdir(place.root + "/a-block-s1"), "it saved")
-
-
-@test("a second signal to the runner makes the trainers leave at once")
-@in_place(seeds=(1,))
-def _(place):
-    process = subprocess.Popen(
-        place.command(), stdout=subprocess.PIPE, text=True, env=dict(os.environ, STUB_MS="30000")
-    )
-    first, deadline = os.path.join(place.root, "a-block-s1", "log.jsonl"), time.time() + 20
-    while time.time() < deadline and not (os.path.exists(first) and '"val"' in open(first).read()):
-        time.sleep(0.02)
-    begin = time.time()
-    for _ in range(2):
-        process.send_signal(signal.SIGTERM)
+    def twice(process):
+        process.terminate()
         time.sleep(1)
-    text = process.communicate(timeout=20)[0]
-    equal((process.returncode, place.attempts("a-block-s1")[0]["status"]), (130, 130), text)
-    check(time.time() - begin < 15, "it took %.0f s" % (time.time() - begin))
+        process.terminate()
+
+    def ctrl_c(process):  # as a terminal does: to everyone in the foreground
+        os.killpg(process.pid, signal.SIGINT)
+
+    for send, ms, begun, status in (
+        (subprocess.Popen.terminate, "50", '"step": 3', 0),
+        (ctrl_c, "50", '"step": 3', 0),
+        (twice, "30000", '"val"', 130),
+    ):
+        process = place.start("--jobs", "2", STUB_MS=ms)
+        wait_for(begun, place.log("a-block-s1"))
+        send(process)
+        text = process.communicate(timeout=20)[0]
+        (attempt,) = place.attempts("a-block-s1")
+        assert (process.returncode, attempt["status"], attempt["interrupted"]) == (130, status, True), text
+        has(text, "interrupted")
+        if status == 0:
+            assert checkpoints(place.root + "/a-block-s1")[-1][5:13] == "%08d" % attempt["reached"], text
+            text = place.run()
+            assert "resumed after step %d" % attempt["reached"] in text and "FAILED" not in text, text
+            assert 0 < attempt["reached"] < 20, attempt
+            place.wipe()
 
 
-@test("a run that another runner holds is left alone until it is free")
-@in_place(seeds=(1,))
+@test("a run that another runner holds is left alone until it is free", seeds=(1,))
 def _(place):
-    os.makedirs(os.path.join(place.root, "runner"))
-    with open(os.path.join(place.root, "runner", "a-block-s1.lock"), "w") as lock:
+    with open(write(os.path.join(place.root, "runner", "a-block-s1.lock"), ""), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        process = subprocess.Popen(place.command(), stdout=subprocess.PIPE, text=True)
-        deadline = time.time() + 20
-        while time.time() < deadline and not os.path.exists(
-            os.path.join(place.root, "a-rd-s1", "ckpt_00000020.safetensors")
-        ):
-            time.sleep(0.02)
-        check(not os.path.exists(os.path.join(place.root, "a-block-s1")), "not touched")
-        equal(process.poll(), None, "still waiting")
+        process = place.start()
+        wait_for('"done"', place.log("a-rd-s1"))
+        assert not os.path.exists(place.log("a-block-s1")) and process.poll() is None, "still waiting"
     text = process.communicate(timeout=20)[0]
-    equal(process.returncode, 0, text)
-    equal(
-        [line.split()[0] for line in text.splitlines() if "started" in line], ["a-rd-s1", "a-block-s1"], "order"
-    )
+    assert (process.returncode, launched(text)) == (0, ["a-rd-s1", "a-block-s1"]), text
 
 
-@test("a killed runner leaves its trainer's lock held, so a second runner cannot start the same run beside it")
-@in_place(seeds=(1,))
+@test("a study killed with a trainer and started again gives the same files; a trainer left behind is waited for")
 def _(place):
-    process = subprocess.Popen(place.command(), stdout=subprocess.DEVNULL, env=dict(os.environ, STUB_MS="40"))
-    first, deadline = os.path.join(place.root, "a-block-s1", "log.jsonl"), time.time() + 20
-    while time.time() < deadline and not (os.path.exists(first) and '"step": 2' in open(first).read()):
-        time.sleep(0.02)
+    def files():
+        names = os.listdir(os.path.join(place.results, "summaries"))
+        return [place.report()] + [read(place.results, "summaries", n) for n in sorted(names)]
+
+    place.run()
+    place.report()
+    whole = files()
+    place.wipe()
+    process = place.start("--jobs", "2", STUB_MS="100", STUB_KILL="rd-s1@7")
+    wait_for("", place.root, "a-rd-s1.killed")
     process.kill()
-    process.wait()
-    status, text = place.run()
-    equal(status, 0, text)
-    check("FAILED" not in text, text)
-    equal(
-        [line.split()[0] for line in text.splitlines() if "started" in line or "resumed" in line],
-        ["a-rd-s1"],
-        "the orphan ended its run by itself",
-    )
+    process.communicate()
+    text = place.run()
+    assert sorted(launched(text)) == ["a-block-s2", "a-rd-s1", "a-rd-s2"], "a-block-s1 ended by itself: " + text
+    has(text, "resumed after step 5")
+    assert "FAILED" not in text, text
+    place.report()
+    assert files() == whole, "report and summaries"
 
 
-@test("--results: runs summarised elsewhere as finished are not run again, and are checked too")
-@in_place(seeds=(1,))
+@test("--results: runs summarised elsewhere as finished are not run again, and are checked too", seeds=(1,))
 def _(place):
     place.run("--only", "block")
     place.report()
     shutil.rmtree(place.root)
-    status, text = place.run("--results", place.results)
-    equal(status, 0, text)
-    check("finished, kept in" in text, text)
-    check(not os.path.exists(os.path.join(place.root, "a-block-s1")), "block did not run again")
-    text = place.report()
-    check("| size a | 640 | 1 |" in text, "the pair is complete: " + text)
-    path = os.path.join(place.results, "summaries", "a-block-s1.json")
-    with open(path) as f:
-        summary = json.load(f)
-    summary["config"]["data_order"] = "backwards"
-    with open(path, "w") as f:
-        json.dump(summary, f)
-    status, text = place.run("--results", place.results)
-    equal(status, 1, text)
-    check("must not be compared" in text, text)
+    has(place.run("--results", place.results), "finished, kept in")
+    assert not os.path.exists(place.log("a-block-s1")), "block did not run again"
+    has(place.report(), "| size a | 640 | 1 |")
+    edit(place.summary("a-block-s1"), '"config": {', '"config": {"data_order": "backwards", ')
+    has(place.run("--results", place.results, status=1), "must not be compared")
 
 
 # ---- Slurm ---------------------------------------------------------------------------------------------------
-@test("job array numbers are written as ranges")
-def _():
-    equal(runner_module.ranges([0, 1, 2, 5, 7, 8]), "0-2,5,7-8", "ranges")
-    equal(runner_module.ranges([4]), "4", "one")
-
-
-@test("--slurm writes a job array that a scheduler can read: one task a run, finished runs left out")
-@in_place(slurm=["--gpus=1", "--time=01:00:00"])
+@test("--slurm writes a job array that a scheduler can read: one task a run, finished runs left out",
+      slurm=["--gpus=1", "--time=01:00:00"])
 def _(place):
-    equal(place.run("--only", "a-rd-s1")[0], 0, "one run is finished before")
-    script = os.path.join(place.folder, "job.sh")
-    status, text = place.run("--slurm", script, "--sbatch=--partition=long", "--threads", "4")
-    equal(status, 0, text)
-    with open(script) as f:
-        lines = f.read().splitlines()
-    options = {}
-    for line in lines:
-        if line.startswith("#SBATCH "):
-            name, _, value = line[8:].split("#")[0].strip().partition("=")
-            options[name] = value
-    equal(options["--array"], "0,2-3", "array")
-    equal(
-        (options["--gpus"], options["--time"], options["--partition"]),
-        ("1", "01:00:00", "long"),
-        "the study's and the command's options",
-    )
-    equal(options["--signal"], "B:TERM@120", "signal before the limit")
-    check("--requeue" in options and options["--output"].startswith(place.root), "requeue, output")
+    place.run("--only", "a-rd-s1")
+    job = place.path("job.sh")
+    place.run("--slurm", job, "--sbatch=--partition=long", "--threads", "4")
+    text = read(job)
+    lines = text.splitlines()
+    assert lines[0] == "#!/bin/bash", lines[0]
     first_command = min(i for i, line in enumerate(lines) if line and not line.startswith("#"))
-    check(
-        all(not line.startswith("#SBATCH") for line in lines[first_command:]),
-        "sbatch ignores options after the first command",
-    )
-    equal(lines[0], "#!/bin/bash", "interpreter")
-    check(any('--task "$SLURM_ARRAY_TASK_ID"' in line and "--threads 4" in line for line in lines), "command")
-    equal(subprocess.call(["bash", "-n", script]), 0, "bash reads it")
-    check("a-rd-s1" not in "\n".join(lines), "finished run is not listed")
+    options = [line.split()[1] for line in lines[:first_command] if line.startswith("#SBATCH ")]
+    has(options, "--array=0,2-3", "--gpus=1", "--time=01:00:00", "--partition=long", "--signal=B:TERM@120",
+        "--requeue")
+    assert any(option.startswith("--output=" + place.root) for option in options), options
+    assert text.count("#SBATCH") == len(options), "sbatch ignores options after the first command"
+    assert any('--task "$SLURM_ARRAY_TASK_ID"' in line and "--threads 4" in line for line in lines), text
+    assert "a-rd-s1" not in text, "finished run is not listed"
 
 
 SBATCH = """#!%s
 import os, re, subprocess, sys
-script = sys.argv[1]
-text = open(script).read()
-for part in re.search(r"^#SBATCH --array=(.*)$", text, re.M).group(1).split(","):
+for part in re.search(r"^#SBATCH --array=(.*)$", open(sys.argv[1]).read(), re.M).group(1).split(","):
     low, _, high = part.partition("-")
     for task in range(int(low), int(high or low) + 1):
-        out = open(os.path.join(%r, "task-%%d" %% task), "w")
         env = dict(os.environ, SLURM_ARRAY_TASK_ID=str(task), SLURM_ARRAY_JOB_ID="77")
-        status = subprocess.call(["bash", script], env=env, stdout=out, stderr=out)
+        status = subprocess.call(["bash", sys.argv[1]], env=env, stdout=subprocess.DEVNULL)
         print("task", task, "status", status)
-"""
-
-
-def write_program(folder, name, text):
-    path = os.path.join(folder, name)
-    with open(path, "w") as f:
-        f.write(text)
-    os.chmod(path, 0o755)
+""" % sys.executable
 
 
 @test("--slurm --submit against a stub sbatch: the array carries out the study, and gives the same report")
-@in_place()
 def _(place):
-    bin_folder = os.path.join(place.folder, "bin")
-    os.mkdir(bin_folder)
-    write_program(bin_folder, "sbatch", SBATCH % (sys.executable, place.folder))
-    path = bin_folder + os.pathsep + os.environ["PATH"]
-    script = os.path.join(place.folder, "job.sh")
-    status, text = place.run("--slurm", script, "--submit", PATH=path)
-    equal(status, 0, text)
-    equal(
-        [line for line in text.splitlines() if line.startswith("task")],
-        ["task %d status 0" % k for k in range(4)],
-        text,
-    )
+    write(place.path("bin", "sbatch"), SBATCH)
+    words = ("--slurm", place.path("job.sh"))
+    text = place.run(*words, "--submit", PATH=place.path("bin") + os.pathsep + os.environ["PATH"])
+    tasks = [line for line in text.splitlines() if line.startswith("task")]
+    assert tasks == ["task %d status 0" % k for k in range(4)], text
     by_array = place.report()
-    shutil.rmtree(place.root)
-    shutil.rmtree(place.results)
-    equal(place.run()[0], 0, "run directly")
-    equal(place.report(), by_array, "report")
-    equal(place.run("--slurm", script), (0, "nothing to do: every run is finished\n"), "nothing left")
+    place.wipe()
+    place.run()
+    assert place.report() == by_array
+    assert place.run(*words) == "nothing to do: every run is finished\n"
 
 
-@test("a Slurm task that gets SIGTERM before its limit saves, queues itself again, and goes on the next time")
-@in_place(seeds=(1,))
+@test("a Slurm task that gets SIGTERM before its limit saves, queues itself again, and goes on the next time",
+      seeds=(1,))
 def _(place):
-    bin_folder = os.path.join(place.folder, "bin")
-    os.mkdir(bin_folder)
-    write_program(bin_folder, "scontrol", '#!/bin/sh\necho "$@" > "%s/requeued"\n' % place.folder)
-    script = os.path.join(place.folder, "job.sh")
-    equal(place.run("--slurm", script)[0], 0, "written")
-    env = dict(
-        os.environ,
-        SLURM_ARRAY_TASK_ID="1",
-        SLURM_ARRAY_JOB_ID="77",
-        STUB_MS="50",
-        PATH=bin_folder + os.pathsep + os.environ["PATH"],
-    )
-    process = subprocess.Popen(
-        ["bash", script], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    log, deadline = os.path.join(place.root, "a-rd-s1", "log.jsonl"), time.time() + 20
-    while time.time() < deadline and not (os.path.exists(log) and '"step": 3' in open(log).read()):
-        time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)  # as --signal=B:TERM does: to the batch shell alone
+    write(place.path("bin", "scontrol"), '#!/bin/sh\necho "$@" > "%s"\n' % place.path("requeued"))
+    job = place.path("job.sh")
+    place.run("--slurm", job)
+    env = dict(os.environ, SLURM_ARRAY_TASK_ID="1", SLURM_ARRAY_JOB_ID="77", STUB_MS="50",
+               PATH=place.path("bin") + os.pathsep + os.environ["PATH"])
+    process = subprocess.Popen(["bash", job], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               text=True)
+    wait_for('"step": 3', place.log("a-rd-s1"))
+    process.terminate()  # as --signal=B:TERM does: to the batch shell alone
     text = process.communicate(timeout=20)[0]
-    equal(process.returncode, 130, text)
-    with open(os.path.join(place.folder, "requeued")) as f:
-        equal(f.read(), "requeue 77_1\n", "scontrol")
-    env["STUB_MS"] = "0"
-    equal(subprocess.call(["bash", script], env=env, stdout=subprocess.DEVNULL), 0, "second time")
-    attempts = place.attempts("a-rd-s1")
-    equal(
-        (len(attempts), attempts[1]["from"], attempts[1]["reached"]), (2, attempts[0]["reached"], 20), "went on"
-    )
+    assert (process.returncode, read(place.path("requeued"))) == (130, "requeue 77_1\n"), text
+    assert subprocess.call(["bash", job], env=dict(env, STUB_MS="0"), stdout=subprocess.DEVNULL) == 0
+    first, second = place.attempts("a-rd-s1")
+    assert (second["from"], second["reached"]) == (first["reached"], 20), (first, second)
 
 
 # ---- the report ----------------------------------------------------------------------------------------------
-FIVE = dict(seeds=(1, 2, 3, 4, 5))
-
-
-@test("report of a complete study: the known differences, their interval, signs, JS in nats and bits")
-@in_place(
-    groups=[
-        {"arms": ["block", "rd"], "seeds": [1, 2, 3, 4, 5]},
-        {"arms": ["residual", "tied", "average", "frozen-v"], "seeds": [1, 2, 3]},
-    ]
-)
+@test("report of a complete study: the known numbers; the same text from the summaries alone; no path is kept",
+      groups=[{"arms": ["block", "rd"], "seeds": [1, 2, 3, 4, 5]},
+              {"arms": ["residual", "tied", "average", "frozen-v"], "seeds": [1, 2, 3]}])
 def _(place):
-    place.entries["flags"]["test"] = "held_out"
-    place.write()
-    equal(place.run("--jobs", "2")[0], 0, "run")
+    place.change(flags=dict(place.entries["flags"], test="held_out", train=place.path("secret", "t.bin")))
+    place.run("--jobs", "2")
     text = place.report()
     # differences are -0.032 ... -0.028: standard deviation 0.0015811, half width 2.7764 * 0.0015811 / sqrt(5)
-    for row in (
+    has(
+        text,
         "| size a | 640 | 5 | −0.0300 | −0.0320 to −0.0280 | −0.0312 to −0.0288 | 5 : 0 | 0.0625 | −2.96% |",
         "| size a | 320 | 5 | −0.0150 | −0.0160 to −0.0140 | −0.0156 to −0.0144 | 5 : 0 | 0.0625 | −1.49% |",
         "| size a | 640 | −0.0320 | −0.0310 | −0.0300 | −0.0290 | −0.0280 |",
@@ -1024,106 +699,49 @@ def _(place):
         "V +1.00 (+1.00 to +1.00), V − QK +1.00 (+1.00 to +1.00).",
         "| size a, rd | 640 | 5 | −0.0300 |",
         "These numbers are made up.",
-    ):
-        check(row in text, "the report lacks: %s\n%s" % (row, text))
-    rows = {
-        line.split(" | ")[0][2:]: line
-        for line in text.split("## Every arm")[1].splitlines()
-        if line.startswith("| ")
-    }
-    for arm, mean, signs, p in (
-        ("residual", "+0.0200", "0 : 3", "0.25"),
-        ("tied", "0.0000", "0 : 0", "–"),
-        ("average", "−0.0040", "3 : 0", "0.25"),
-        ("frozen-v", "+0.0100", "0 : 3", "0.25"),
-    ):
-        check(" | 3 | 3 | %s | " % mean in rows[arm] and " | %s | %s | " % (signs, p) in rows[arm], rows[arm])
-    check("−0.0270 (−0.0295 to −0.0245)" in rows["average"], "rd minus average: " + rows["average"])
-    with open(os.path.join(place.results, "speed.md"), encoding="utf-8") as f:
-        speed = f.read()
-    check("| rd | 5 | 900 | 0.900 |" in speed and "| residual | 3 | 1100 | 1.100 |" in speed, speed)
+        "is 0 in all 3 pairs",  # tied computes what block computes
+    )
+    arms = text.split("## Every arm")[1].splitlines()
+    rows = {line.split(" | ")[0][2:]: line for line in arms if line.startswith("| ")}
+    for arm, mean, signs, p in (("residual", "+0.0200", "0 : 3", "0.25"), ("tied", "0.0000", "0 : 0", "–"),
+                                ("average", "−0.0040", "3 : 0", "0.25"), ("frozen-v", "+0.0100", "0 : 3", "0.25")):
+        has(rows[arm], " | 3 | 3 | %s | " % mean, " | %s | %s | " % (signs, p))
+    has(rows["average"], "−0.0270 (−0.0295 to −0.0245)")  # rd minus average
+    has(read(place.results, "speed.md"), "| rd | 5 | 900 | 0.900 |", "| residual | 3 | 1100 | 1.100 |")
 
-
-@test("the report regenerates from the summaries alone to the same text, and holds no path of this machine")
-@in_place()
-def _(place):
-    place.entries["flags"]["train"] = place.folder + "/secret/t.bin"
-    place.write()
-    place.run()
-    first = place.report()
-    shutil.rmtree(place.root)
     os.remove(os.path.join(place.results, "report.md"))
-    equal(place.analyse(from_runs=False)[0], 0, "from the summaries")
-    with open(os.path.join(place.results, "report.md"), encoding="utf-8") as f:
-        equal(f.read(), first, "text")
-    for name in os.listdir(os.path.join(place.results, "summaries")):
-        with open(os.path.join(place.results, "summaries", name)) as f:
-            check(place.folder not in f.read(), name + " holds a path")
+    assert place.report(from_runs=False) == text
+    for run in place.study().runs:
+        assert place.folder not in read(place.summary(run.name)), run.name + " holds a path"
+
+    edit(place.summary("a-tied-s1"), r'"val": \[\[0, 0, ', r"\g<0>1")
+    has(place.report(from_runs=False), "**`tied` differs from `block`")
 
 
 @test("the results that the repository holds: every study's report is what its summaries give")
-@in_place()
 def _(place):
-    held = os.path.join(PAIRED, "results")
-    names = sorted(os.listdir(held)) if os.path.isdir(held) else []
-    if not names:
-        raise Skip("no results are committed")
-    for name in names:
-        copy = os.path.join(place.folder, name)
-        os.makedirs(copy)
-        shutil.copy(os.path.join(held, name, "study.json"), copy)
-        shutil.copytree(os.path.join(held, name, "summaries"), os.path.join(copy, "summaries"))
-        command = [sys.executable, "-B", os.path.join(PAIRED, "analyse.py"), "--results", copy]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        equal(done.returncode, 0, "%s: %s" % (name, done.stdout))
-        with open(os.path.join(held, name, "report.md"), encoding="utf-8") as f:
-            committed = f.read()
-        with open(os.path.join(copy, "report.md"), encoding="utf-8") as f:
-            equal(f.read(), committed, name)
-        with open(os.path.join(PAIRED, "studies", name + ".json")) as a, open(copy + "/study.json") as b:
-            equal(json.load(a), json.load(b), name + ": the study file is the one that was carried out")
+    for name in os.listdir(os.path.join(PAIRED, "results")):
+        held = os.path.join(PAIRED, "results", name)
+        place.results = place.path(name)
+        shutil.copytree(held, place.results)
+        assert place.report(from_runs=False) == read(held, "report.md"), name
+        carried_out = json.loads(read(held, "study.json"))
+        assert carried_out == json.loads(read(PAIRED, "studies", name + ".json")), name
 
 
-@test(
-    "a study killed with runner and trainer in the middle and started again gives the same summaries and report"
-)
-@in_place()
+@test("missing, interrupted and diverged runs are named, and pairs are formed only where both are there",
+      seeds=(1, 2, 3, 4, 5))
 def _(place):
-    place.run()
-    whole = place.report()
-    summaries = {
-        n: open(os.path.join(place.results, "summaries", n)).read()
-        for n in os.listdir(place.results + "/summaries")
-    }
-    shutil.rmtree(place.root)
-    shutil.rmtree(place.results)
-    process = subprocess.Popen(
-        place.command("--jobs", "2"),
-        stdout=subprocess.DEVNULL,
-        env=dict(os.environ, STUB_MS="20", STUB_KILL="rd-s1@13"),
-    )
-    killed, deadline = os.path.join(place.root, "a-rd-s1.killed"), time.time() + 20
-    while time.time() < deadline and not os.path.exists(killed):
-        time.sleep(0.01)
-    process.kill()
-    process.wait()
-    equal(place.run()[0], 0, "started again")
-    equal(place.report(), whole, "report")
-    for name, text in summaries.items():
-        with open(os.path.join(place.results, "summaries", name)) as f:
-            equal(f.read(), text, name)
-
-
-@test("missing, interrupted and diverged runs are named, and pairs are formed only where both are there")
-@in_place(**FIVE)
-def _(place):
+    os.makedirs(place.root)
+    has(place.report(), "no complete pair yet")
     place.run("--only=-s1")
+    has(place.report(), "one pair only (−0.0320 nats): no interval, no conclusion")
     place.run("--only=-s2")
     place.run("--only", "block-s3")
-    place.run("--keep-going", "--only=-s3", STUB_FAIL="rd-s3@13")  # reaches the first milestone, not the second
-    place.run("--keep-going", "--only=-s4", STUB_NAN="rd-s4@8")
-    text = place.report()
-    for row in (
+    place.run("--keep-going", "--only=-s3", status=1, STUB_FAIL="rd-s3@13")  # reaches the first milestone only
+    place.run("--keep-going", "--only=-s4", status=1, STUB_NAN="rd-s4@8")
+    has(
+        place.report(),
         "| size a | rd | 5 | 2 | 1 | 1 | 1 |",
         "| size a | block | 5 | 4 | 0 | 0 | 1 |",
         "- `a-rd-s3`: interrupted at step 12",
@@ -1137,181 +755,71 @@ def _(place):
         "| 2 : 1 | 1 |",
         "| size a | 320 | −0.0160 | −0.0155 | −0.0150 | rd diverged | missing |",
         "| size a | 640 | −0.0320 | −0.0310 | missing | rd diverged | missing |",
-    ):
-        check(row in text, "the report lacks: %s\n%s" % (row, text))
-    status, _ = place.run()  # what was missing is made up for
-    equal(status, 0, "the rest runs")
-    check("All runs are finished" in place.report(), "complete now")
-
-
-@test("an empty study and a single pair make a report that claims nothing")
-@in_place()
-def _(place):
-    os.makedirs(place.root)
-    check("no complete pair yet" in place.report(), "empty")
-    place.run("--only=-s1")
-    check("one pair only (−0.0320 nats): no interval, no conclusion" in place.report(), "one pair")
-
-
-@test("a finished summary is not replaced by an unfinished run")
-@in_place(seeds=(1,))
-def _(place):
-    place.run()
+    )
+    place.run()  # what was missing is made up for
     whole = place.report()
+    has(whole, "All runs are finished")
     shutil.rmtree(place.root)
-    place.run("--keep-going", STUB_FAIL="rd-s1@13")
-    equal(place.report(), whole, "report")
-
-
-@test("a run that is done with fewer steps than the study asks for is not finished")
-@in_place(seeds=(1,))
-def _(place):
-    place.run()
-    path = os.path.join(place.root, "a-rd-s1", "log.jsonl")
-    lines = [line for line in place.log_lines("a-rd-s1") if '"done"' not in line]
-    with open(path, "w") as f:
-        f.write("\n".join(lines + ['{"event": "done", "step": 19, "tokens": 608, "seconds": 1}']) + "\n")
-    equal(study_module.state_of(place.study().runs[1], place.root)[0], "interrupted", "state")
-
-
-@test("a run said to be finished without the validation that is compared is an error")
-@in_place(seeds=(1,))
-def _(place):
-    place.run()
-    lines = [line for line in place.log_lines("a-rd-s1") if '"val", "step": 10' not in line]
-    with open(os.path.join(place.root, "a-rd-s1", "log.jsonl"), "w") as f:
-        f.write("\n".join(lines) + "\n")
-    status, text = place.analyse()
-    equal(status, 1, text)
-    check("without the validation at step 10" in text, text)
-
-
-@test("tied that is not block is shouted about")
-@in_place(arms=("block", "tied"), seeds=(1,))
-def _(place):
-    place.run()
-    check("is 0 in all 1 pairs" in place.report(), "equal: said so")
-    path = os.path.join(place.results, "summaries", "a-tied-s1.json")
-    with open(path) as f:
-        summary = json.load(f)
-    summary["val"]["val"][-1][2] += 1e-9
-    with open(path, "w") as f:
-        json.dump(summary, f)
-    equal(place.analyse(from_runs=False)[0], 0, "analyse")
-    with open(os.path.join(place.results, "report.md"), encoding="utf-8") as f:
-        check("**`tied` differs from `block`" in f.read(), "different: said so")
+    place.run("--only", "rd-s1", status=1, STUB_FAIL="rd-s1@13")
+    assert place.report() == whole, "an unfinished run does not replace a finished summary"
 
 
 # ---- pictures ------------------------------------------------------------------------------------------------
-@test("pictures: PNG and SVG of everything, the same files from the same summaries")
-@in_place(
-    groups=[
-        {"arms": ["residual", "block", "rd"], "seeds": [1, 2]},
-        {"arms": ["tied", "average", "frozen-v"], "seeds": [1]},
-    ]
-)
-def _(place):
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
+def draw(place, *words):
+    """{name: content} of the pictures; none may be drawn with a warning."""
+    if importlib.util.find_spec("matplotlib") is None:
         raise Skip("matplotlib is not installed")
+    status, text = script("plot.py", "--results", place.results, *words)
+    assert status == 0 and "Warning" not in text, text
+    folder, found = os.path.join(place.results, "pictures"), {}
+    for name in os.listdir(folder):
+        with open(os.path.join(folder, name), "rb") as f:
+            found[name] = f.read()
+    return found
+
+
+@test("pictures: PNG and SVG of everything, the same files from the same summaries",
+      groups=[{"arms": ["residual", "block", "rd"], "seeds": [1, 2]},
+              {"arms": ["tied", "average", "frozen-v"], "seeds": [1]}])
+def _(place):
     place.run("--jobs", "2")
     place.report()
-
-    def draw():
-        done = subprocess.run(
-            [sys.executable, "-B", os.path.join(PAIRED, "plot.py"), "--results", place.results]
-            + ["--beside", place.results],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        equal((done.returncode, "Warning" in done.stdout), (0, False), done.stdout)
-        folder = os.path.join(place.results, "pictures")
-        return {n: open(os.path.join(folder, n), "rb").read() for n in sorted(os.listdir(folder))}
-
-    files = draw()
-    equal(
-        sorted(files),
-        sorted(n + e for n in ("beside_made_up", "loss", "pairs", "gap", "routes_a", "js") for e in (".png", ".svg")),
-        "files",
-    )
+    files = draw(place, "--beside", place.results)
+    names = ("beside_made_up", "loss", "pairs", "gap", "routes_a", "js")
+    assert set(files) == {n + e for n in names for e in (".png", ".svg")}, set(files)
     for name, data in files.items():
-        check(
-            data.startswith(b"\x89PNG") if name.endswith("png") else b"</svg>" in data,
-            name + " is what its name says",
-        )
-        check(len(data) > 5000, name + " is not empty")
-    for arm in ("residual", "block", "rd", "tied", "average", "frozen-v"):
-        check((">%s<" % arm).encode() in files["loss.svg"], "the loss picture names " + arm)
-    for label in ("embedding", "block 1", "QK route", "V route"):
-        check(label.encode() in files["routes_a.svg"], "the routes picture says " + label)
-    again = draw()
-    for name in files:
-        check(files[name] == again[name], name + " differs the second time")
+        assert data.startswith(b"\x89PNG") if name.endswith("png") else b"</svg>" in data, name
+        assert len(data) > 5000, name + " is empty"
+    has(files["loss.svg"].decode(), *(">%s<" % arm for arm in analyse.ARMS))
+    has(files["routes_a.svg"].decode(), "embedding", "block 1", "QK route", "V route")
+    again = draw(place, "--beside", place.results)
+    assert [n for n in files if files[n] != again[n]] == [], "the second time differs"
 
 
 @test("pictures of a study with nothing, or almost nothing, in it do not fail")
-@in_place()
 def _(place):
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise Skip("matplotlib is not installed")
     os.makedirs(place.root)
-    for words in ((), ("--only", "a-block-s1"), ("--only", "a-rd-s1")):
-        if words:
-            place.run(*words)
+    place.report()
+    draw(place)
+    for name in ("a-block-s1", "a-rd-s1"):
+        place.run("--only", name)
         place.report()
-        done = subprocess.run(
-            [sys.executable, "-B", os.path.join(PAIRED, "plot.py"), "--results", place.results],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        equal((done.returncode, "Warning" in done.stdout), (0, False), done.stdout)
+        draw(place)
 
 
 @test("plot.py without matplotlib: says so; --if-possible makes it no error")
-@in_place(seeds=(1,))
 def _(place):
-    os.makedirs(os.path.join(place.folder, "matplotlib"))
-    write_program(os.path.join(place.folder, "matplotlib"), "__init__.py", "raise ImportError('none')\n")
-    env = dict(os.environ, PYTHONPATH=place.folder)
+    write(place.path("matplotlib", "__init__.py"), "raise ImportError('none')\n")
     for words, want in (([], 1), (["--if-possible"], 0)):
-        done = subprocess.run(
-            [sys.executable, "-B", os.path.join(PAIRED, "plot.py"), "--results", place.folder, *words],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=env,
-        )
-        equal((done.returncode, done.stdout), (want, "no pictures: matplotlib is not installed\n"), "message")
-
-
-@test("every flag of the study files is one of the trainer's")
-def _():
-    trainer = os.path.join(ROOT, "train_rdattnres_cpu")
-    if not os.path.exists(trainer):
-        raise Skip("train_rdattnres_cpu is not built")
-    told = subprocess.run([trainer, "--help"], stdout=subprocess.PIPE, text=True).stdout
-    known = {word for line in told.splitlines() for word in line.split()[:1] if word.startswith("--")}
-    check("--arch" in known and len(known) > 20, "--help lists flags: %s" % known)
-    folder = os.path.join(PAIRED, "studies")
-    for name in os.listdir(folder):
-        for run in Study(os.path.join(folder, name)).runs:
-            for flag in run.flags:
-                check("--" + flag.replace("_", "-") in known, "%s: --%s" % (name, flag))
+        got = script("plot.py", "--results", place.folder, *words, PYTHONPATH=place.folder)
+        assert got == (want, "no pictures: matplotlib is not installed\n"), got
 
 
 # ---- with PyTorch --------------------------------------------------------------------------------------------
 def script_with_torch(name, *words):
-    """Runs a script of dev/paired that needs torch; (exit status, everything it printed)."""
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("safetensors") is None:
         raise Skip("torch or safetensors is not installed")
-    done = subprocess.run([sys.executable, "-B", os.path.join(PAIRED, name), *words], stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, text=True)
-    return done.returncode, done.stdout
+    return script(name, *words)
 
 
 HIDDEN = """
@@ -1337,12 +845,11 @@ assert (v - want).abs().max() < 1e-12, (v - want).abs().max()
 
 
 @test("hide.py hides one source from one route: the softmax over the others; bad runs are one line")
-@in_place()
 def _(place):
-    status, text = script_with_torch("hide.py", "shard.bin", place.folder)
-    equal((status, text), (1, "error: %s: no checkpoint\n" % place.folder), "no checkpoint")
-    done = subprocess.run([sys.executable, "-B", "-c", HIDDEN % PAIRED], stderr=subprocess.PIPE, text=True)
-    equal((done.returncode, done.stderr), (0, ""), "hidden source")
+    got = script_with_torch("hide.py", "shard.bin", place.folder)
+    assert got == (1, "error: %s: no checkpoint\n" % place.folder), got
+    done = subprocess.run([sys.executable, "-c", HIDDEN % PAIRED], stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
 
 
 THEIR_READS = """
@@ -1376,46 +883,22 @@ class BlockAttnResReference(torch.nn.Module):
 
 
 @test("agreement.py: others' code agrees, and does not with a bias towards one source or a block shifted by one")
-@in_place()
 def _(place):
-    for name, file, text, good, bad, arms in (
-        ("fla", "fla/ops/attnres/naive.py", THEIR_READS, "0", "0.01 * torch.arange(len(v))[:, None, None]", 2),
-        ("nanogpt", "examples/nanogpt/attnres.py", THEIR_MEMORY, "0", "1", 1),
+    for name, file, text, bad, arms in (
+        ("fla", "fla/ops/attnres/naive.py", THEIR_READS, "0.01 * torch.arange(len(v))[:, None, None]", 2),
+        ("nanogpt", "examples/nanogpt/attnres.py", THEIR_MEMORY, "1", 1),
     ):
-        path = os.path.join(place.folder, file)
-        os.makedirs(os.path.dirname(path))
-        for fault, want in ((good, 0), (bad, 1)):
-            with open(path, "w") as f:
-                f.write(text % fault)
+        for fault, want in (("0", 0), (bad, 1)):
+            write(place.path(file), text % fault)
             status, said = script_with_torch("agreement.py", name, place.folder)
-            equal((status, said.count("differ by")), (want, arms), said)
+            assert (status, said.count("differ by")) == (want, arms), said
 
 
 # ---- with the real trainer -----------------------------------------------------------------------------------
-@test("the smoke study with the real CPU trainer, whole and killed in the middle: the same report")
-@in_place()
-def _(place):
-    trainer = os.path.join(ROOT, "train_rdattnres_cpu")
-    if not os.path.exists(trainer):
-        raise Skip("train_rdattnres_cpu is not built")
-    place.file = os.path.join(PAIRED, "studies", "smoke.json")
-    begin = time.time()
-    status, text = place.run("--trainer", trainer, OMP_NUM_THREADS="1")
-    equal(status, 0, text)
-    whole = place.report()
-    said = "%.1f s for %d runs" % (time.time() - begin, len(place.study().runs))
-    check("All runs are finished" in whole and "is 0 in all" in whole, whole)
-    shutil.rmtree(place.root)
-    shutil.rmtree(place.results)
-    killer = os.path.join(
-        place.folder, "trainer.sh"
-    )  # the fourth launch is killed as soon as it has a checkpoint
-    write_program(
-        place.folder,
-        "trainer.sh",
-        """#!/bin/bash
+# The third launch, the first of an rd run, is killed as soon as it has a checkpoint.
+KILLER = """#!/bin/bash
 echo >> "%(folder)s/launches"
-if [ "$(wc -l < "%(folder)s/launches")" -eq 4 ]; then
+if [ "$(wc -l < "%(folder)s/launches")" -eq 3 ]; then
   "%(trainer)s" "$@" &
   while kill -0 $! 2>/dev/null; do
     ls "%(folder)s"/runs/*-rd-s1/ckpt_*4.safetensors 2>/dev/null && kill -9 $!
@@ -1424,36 +907,26 @@ if [ "$(wc -l < "%(folder)s/launches")" -eq 4 ]; then
 fi
 exec "%(trainer)s" "$@"
 """
-        % {"folder": place.folder, "trainer": trainer},
-    )
-    status, text = place.run("--trainer", killer, OMP_NUM_THREADS="1")
-    equal(status, 0, text)
-    equal(place.report(), whole, "report")
-    return said
 
 
-def outcome(text, function):
-    """Runs one test; (what to print, which count it adds to)."""
-    try:
-        said = function()
-        return "ok   %s%s" % (text, ": " + said if said else ""), "passed"
-    except Skip as e:
-        return "skip %s: %s" % (text, e), "skipped"
-    except Exception as e:  # a test that breaks is a test that fails
-        return "FAIL %s: %s%s" % (text, "" if isinstance(e, Failed) else type(e).__name__ + " ", e), "failed"
-
-
-def main():
-    wanted, count = sys.argv[1:], {"passed": 0, "failed": 0, "skipped": 0}
-    chosen = [t for t in TESTS if not wanted or any(w in t[0] for w in wanted)]
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:  # they mostly wait for processes
-        for text, kind in pool.map(lambda t: outcome(*t), chosen):
-            count[kind] += 1
-            print(text, flush=True)
-    passed, failed, skipped = count["passed"], count["failed"], count["skipped"]
-    print("%d passed, %d failed, %d skipped" % (passed, failed, skipped))
-    return 1 if failed else 0
+@test("the smoke study with the real CPU trainer, whole and killed in the middle: the same report")
+def _(place):
+    if not os.path.exists(TRAINER):
+        raise Skip("train_rdattnres_cpu is not built")
+    place.file = os.path.join(PAIRED, "studies", "smoke.json")
+    place.run("--trainer", TRAINER, OMP_NUM_THREADS="1")
+    whole = place.report()
+    has(whole, "All runs are finished", "is 0 in all")
+    place.wipe()
+    killer = write(place.path("trainer.sh"), KILLER % {"folder": place.folder, "trainer": TRAINER})
+    has(place.run("--trainer", killer, OMP_NUM_THREADS="1"), "FAILED")
+    assert place.report() == whole
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    chosen = [t for t in TESTS if len(sys.argv) < 2 or any(word in t[0] for word in sys.argv[1:])]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:  # they mostly wait for processes
+        for text, result in [(text, pool.submit(run)) for text, run in chosen]:
+            with case(text):
+                result.result()
+    finish()
