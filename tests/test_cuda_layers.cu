@@ -817,8 +817,7 @@ void test_all() {
   test_route<X>({576, 4, 24, 4, false, 1, false}, 7);  // as in presets s and m
   test_route<X>({832, 6, 42, 6, true, 1, false}, 5);
   test_route<X>({264, 4, 4, 4, false, 1, true}, 6), test_route<X>({1024, 2, 2, 2, true, 1, false}, 5);
-  for (size_t C : {576, 832, 1024})
-    test_route<X>({C, 2, 2, 2, false, 1, true}, 5);  // average, every width
+  for (size_t C : {576, 832, 1024}) test_route<X>({C, 2, 2, 2, false, 1, true}, 5);  // average, every width
   test_walks<X>(131, 48), test_walks<X>(29, 264);
   test_rmsnorm<X>(37, 48), test_rmsnorm<X>(5, 832);
   test_matmul<X>(37, 48, 96), test_matmul<X>(20, 576, 64);
