@@ -2549,7 +2549,7 @@ void model_load(Model<floatX>& m, const Checkpoint& checkpoint, bool with_moment
   model_refresh(m);
 }
 
-// ---- what dev/common/train.h asks of a model, beside add_route_stats -----------------------------------
+// ---- what dev/common/train.h asks of a model, besides add_route_stats -----------------------------------
 
 // The loss of every token, (B,T), in nats.
 template <class floatX>

@@ -1,22 +1,28 @@
 // train_rdattnres_cpu.cpp - Role-Decoupled Attention Residuals (arXiv 2608.01075), trained on a CPU.
 //
-// What it is: the reference. One decoder-only Transformer whose sublayers read a softmax mix over the
-// embedding and the earlier blocks of their own network; every layer forward and backward by hand, AdamW, the
-// training loop, sampling. Read it from top to bottom: the layers come in the order in which a token meets
-// them, then the model, the optimiser, the checkpoint, main. train_rdattnres.cu follows the same order with
-// the same names. The mathematics is derived in dev/doc/rdattnres.md.
+// What it is: the reference. One decoder-only Transformer in which a sublayer does not read one residual stream
+// but a softmax mix of sources: the embedding, the finished blocks, and the partial sum of the block under way.
+// Role-decoupled: attention reads two such mixes, one for Q and K and one for V. Every layer forward and
+// backward by hand, AdamW, the training step. Read it from top to bottom: the layers first, each after those it
+// builds on, then the model, the optimiser, the checkpoint, main. train_rdattnres.cu follows the same order
+// with the same names. The mathematics is derived in dev/doc/rdattnres.md.
 //
 // What it refuses to be: a library, a framework, a place for other architectures. Files, text, flags, random
-// numbers and schedules are in dev/common, and nothing there touches a tensor.
+// numbers, schedules and sampling are in dev/common, and so are the model's sizes and tensor table (config.h);
+// no arithmetic of a layer is there.
 //
 // Conventions, stated once:
-//   B batch, T time, C width, NH heads, HS = C / NH, F feed-forward width, V vocabulary (Vp: padded to 128),
-//   L layers, K sources of a route, R routes of a site (1 or 2). BT stands for B * T where a layer treats every
+//   B batch, T time, C width, NH heads, HS = C / NH, F feed-forward width, V vocabulary (Vp: padded to a
+//   multiple of 128), L layers. BT stands for B * T where a layer treats every
 //   token alike. Arrays are row-major; weights are (out, in), y = x W^T.
-//   Arguments come in the order outputs, inputs, saved values, sizes. `d` before a name is its gradient.
-//   Gradients of parameters accumulate (+=) and are zeroed once a step; gradients of activations are
-//   overwritten, except where a comment says "adds".
-//   Results are the same bits for any number of threads: a sum is never split by thread, only by fixed chunks.
+//   Depth memory (dev/common/config.h): S sublayers in a row form a block; its running partial is the sum of
+//   its outputs so far. Slot 0 is the embedding, slot i + 1 the partial after sublayer i. Site i is the place
+//   before sublayer i (i = 2L: before the head). A site has R routes, each one query with its own mix of the
+//   site's K sources: R is 1 or 2, or 0 in the residual arm. An arm is a variant of the model (Arch). Arguments
+//   come in the order outputs, inputs, saved values, sizes. `d` before a name is its gradient. Gradients of
+//   parameters accumulate (+=) and are zeroed once a step; gradients of activations are overwritten, except
+//   where a comment says "adds". Results are the same bits for any number of threads: a sum is never split by
+//   thread, only by fixed chunks.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -43,7 +49,7 @@
 #ifndef CPU_NAMESPACE
 #define CPU_NAMESPACE cpu
 #endif
-#include "dev/cpu/matmul.h"  // real; matmul, exponential, maximum: as fast as this processor
+#include "dev/cpu/matmul.h"  // real; View, Rows, transposed; matmul, dot, add, exponential, maximum
 
 namespace CPU_NAMESPACE {
 
@@ -105,19 +111,19 @@ void rmsnorm_backward(real* dh,            // (BT,C)
 #pragma omp parallel for
   for (size_t chunk = 0; chunk < num_chunks(BT); chunk++)
     for (size_t bt = chunk * TOKEN_CHUNK; bt < std::min((chunk + 1) * TOKEN_CHUNK, BT); bt++) {
-      const real* in = h + bt * C;
-      const real* din = dx + bt * C;
-      const real rstd = 1 / std::sqrt(dot(in, in, C) / real(C) + EPS);
+      const real* h_t = h + bt * C;
+      const real* dx_t = dx + bt * C;
+      const real rstd = 1 / std::sqrt(dot(h_t, h_t, C) / real(C) + EPS);
       real mean = 0;
 #pragma omp simd reduction(+ : mean)
-      for (size_t c = 0; c < C; c++) mean += weight[c] * din[c] * (rstd * in[c]);
+      for (size_t c = 0; c < C; c++) mean += weight[c] * dx_t[c] * (rstd * h_t[c]);
       mean /= real(C);
 
 #pragma omp simd
       for (size_t c = 0; c < C; c++) {
-        const real hhat = rstd * in[c];
-        dh[bt * C + c] = rstd * (weight[c] * din[c] - hhat * mean);
-        sums[chunk * C + c] += din[c] * hhat;
+        const real hhat = rstd * h_t[c];
+        dh[bt * C + c] = rstd * (weight[c] * dx_t[c] - hhat * mean);
+        sums[chunk * C + c] += dx_t[c] * hhat;
       }
     }
 
@@ -127,8 +133,10 @@ void rmsnorm_backward(real* dh,            // (BT,C)
 
 // ---- matrix products -----------------------------------------------------------------------------------
 
-// y = x W^T and its two gradients, on views of matrices (dev/cpu/matmul.h). Nearly all the time goes here.
-// Rows of out may stand further apart than it is wide: Q, K and V share one packed buffer.
+// y = x W^T and its two gradients. matmul(out, a, b, M, N, K, write): out (M,N) = a (M,K) b (K,N), or += with
+// `accumulate`. {x, IC} is a view of x as a matrix whose rows begin IC numbers apart. A view's rows may be
+// further apart than they are long: Q, K and V are columns of one (BT,3C) buffer. Nearly all the time goes
+// here.
 void matmul_forward(Rows out,       // (BT,OC)
                     const real* x,  // (BT,IC)
                     const real* w,  // (OC,IC)
@@ -228,10 +236,10 @@ void route_forward(real* h,                     // (R,BT,C)
     }
 }
 
-// forward: h = sum_j p_j s_j, p = softmax(z), z_j = w . xhat_j, xhat_j = r_j s_j, w = query * gain
+// forward: h = sum_j p_j s_j, p = softmax(z), z_j = w . shat_j, shat_j = r_j s_j, w = query * gain
 //   dp_j = dh . s_j      delta = sum_j p_j dp_j = dh . h      dz_j = p_j (dp_j - delta)
-//   ds_j += p_j dh + dz_j r_j (w - xhat_j z_j / C)
-//   base = sum over tokens and j of dz_j xhat_j;   dquery += gain * base;   dgain += query * base
+//   ds_j += p_j dh + dz_j r_j (w - shat_j z_j / C)
+//   base = sum over tokens and j of dz_j shat_j;   dquery += gain * base;   dgain += query * base
 // Both routes of a site add to the same sources and the same gain.
 void route_backward(real* const* dsources,         // K pointers to (BT,C); adds
                     real* const* dquery,           // R pointers to (C), null where the query is held at zero
@@ -268,7 +276,7 @@ void route_backward(real* const* dsources,         // K pointers to (BT,C); adds
           const real dz = K > 1 ? weights[j] * (dp - delta) : 0;
           const real pj = weights[j];
           const real rj = rstd[j][bt];
-          // dz_j r_j xhat_j (w . xhat_j) / C = along s_j, since xhat_j = r_j s_j
+          // dz_j r_j shat_j (w . shat_j) / C = along s_j, since shat_j = r_j s_j
           const real along = dz * rj * rj * rj * ws / real(C);
 #pragma omp simd
           for (size_t c = 0; c < C; c++) {
@@ -287,6 +295,18 @@ void route_backward(real* const* dsources,         // K pointers to (BT,C); adds
         dgain[c] += query[r][c] * base[c];
       }
     }
+}
+
+inline void average(real* out, const real* a, const real* b, size_t n) {  // out = (a + b) / 2
+#pragma omp parallel for simd
+  for (size_t i = 0; i < n; i++) out[i] = (a[i] + b[i]) / 2;
+}
+inline void average_backward(real* da, real* db, size_t n) {  // da: first the gradient of (a + b) / 2
+#pragma omp parallel for simd
+  for (size_t i = 0; i < n; i++) {
+    da[i] = da[i] / 2;
+    db[i] = da[i];
+  }
 }
 
 // ---- rotary position encoding --------------------------------------------------------------------------
@@ -335,13 +355,15 @@ void rope_backward(real* dqkv, size_t B, size_t T, size_t C, size_t NH) { rope_r
 // Per head: score_tu = q_t . k_u / sqrt(HS) for u <= t, a = softmax over u, att_t = sum_u a_tu v_u.
 // No (T,T) matrix is kept: lse_t = log sum_u exp(score_tu) is enough to rebuild a_tu = exp(score_tu - lse_t).
 //
-// A thread takes one head, a tile of queries at a time, against the keys up to the last of them. Scores stand
-// as (keys, queries), so the softmax runs down the columns: a vector holds one key's score for many queries,
-// and nothing is ever summed across a vector.
+// A thread takes one head and walks its queries in tiles; a tile meets the keys up to its own last query.
+// Scores are stored (keys, queries), so the softmax runs down columns: a SIMD register holds one key's scores
+// for many queries, and the softmax never has to sum within a register. In a last, short tile the columns past
+// `queries` hold leftovers: computed along to keep the loops of fixed length, read by nobody.
 constexpr size_t QUERY_TILE = 32;
 
-// Scales the scores (keys,QUERY_TILE) of the queries from t0 on; those of later keys become -infinity.
-inline void causal_mask(real* scores, real scale, size_t t0, size_t keys) {
+// Scores (keys,QUERY_TILE) of the queries from t0 on: multiplied by scale where the key is not later than the
+// query, -infinity where it is.
+inline void scale_and_mask(real* scores, real scale, size_t t0, size_t keys) {
   for (size_t u = 0; u < keys; u++) {
     const int first_query = int(u) - int(t0);  // of this tile, the first that sees key u
     real* score = scores + u * QUERY_TILE;
@@ -381,10 +403,11 @@ inline void softmax_columns(real* scores, real* lse, size_t queries, size_t keys
   }
 }
 
-// One head's vectors, `n` rows of HS numbers that stand `stride` apart, side by side: that is how caches like
-// them.
-inline void copy_head(real* out, size_t out_stride, const real* in, size_t stride, size_t n, size_t HS) {
-  for (size_t t = 0; t < n; t++) memcpy(out + t * out_stride, in + t * stride, HS * sizeof(real));
+// Copies one head's n vectors of HS numbers from rows in_stride apart to rows out_stride apart: out of the
+// packed Q, K, V into an array of their own, which is read straight through the cache, and gradients back
+// again.
+inline void copy_head(real* out, size_t out_stride, const real* in, size_t in_stride, size_t n, size_t HS) {
+  for (size_t t = 0; t < n; t++) memcpy(out + t * out_stride, in + t * in_stride, HS * sizeof(real));
 }
 
 void attention_forward(real* att,        // (B,T,C)
@@ -410,11 +433,12 @@ void attention_forward(real* att,        // (B,T,C)
           const size_t keys = t0 + queries;
           const Rows att_tile = {att + (b * T + t0) * C + head * HS, C};
           const View qt = transposed(q + t0 * 3 * C, 3 * C);
-          const View weights = transposed(scores.data(), QUERY_TILE);
 
           matmul_on_this_thread({scores.data(), QUERY_TILE}, {k.data(), HS}, qt, keys, queries, HS);
-          causal_mask(scores.data(), scale, t0, keys);
+          scale_and_mask(scores.data(), scale, t0, keys);
           softmax_columns(scores.data(), lse + (b * NH + head) * T + t0, queries, keys);
+          const View weights =
+              transposed(scores.data(), QUERY_TILE);  // (queries, keys): scores are weights now
           matmul_on_this_thread(att_tile, weights, {v.data(), HS}, queries, HS, keys);
         }
       }
@@ -466,7 +490,7 @@ void attention_backward(real* dqkv,                        // (B,T,3C)
                                 queries, HS);
           matmul_on_this_thread({da.data(), QUERY_TILE}, {v.data(), HS}, transposed(datt_tile, C), keys,
                                 queries, HS);
-          causal_mask(a.data(), scale, t0, keys);
+          scale_and_mask(a.data(), scale, t0, keys);
           for (size_t u = 0; u < keys; u++) {
             real* a_u = &a[u * QUERY_TILE];
             real* da_u = &da[u * QUERY_TILE];
@@ -477,10 +501,11 @@ void attention_backward(real* dqkv,                        // (B,T,3C)
             }
           }
 
-          const View weights = {a.data(), QUERY_TILE};
-          const View dscores = {da.data(), QUERY_TILE};
+          const View weights = {a.data(), QUERY_TILE};  // (keys, queries)
+          const View scaled_dscores = {da.data(), QUERY_TILE};
           matmul_on_this_thread({dv.data(), HS}, weights, {datt_tile, C}, keys, HS, queries, accumulate);
-          matmul_on_this_thread({dk.data(), HS}, dscores, {q_tile, 3 * C}, keys, HS, queries, accumulate);
+          matmul_on_this_thread({dk.data(), HS}, scaled_dscores, {q_tile, 3 * C}, keys, HS, queries,
+                                accumulate);
           matmul_on_this_thread({dq + t0 * 3 * C, 3 * C}, transposed(da.data(), QUERY_TILE), {k.data(), HS},
                                 queries, HS, keys);
         }
@@ -492,8 +517,9 @@ void attention_backward(real* dqkv,                        // (B,T,3C)
 
 // ---- SwiGLU --------------------------------------------------------------------------------------------
 
-// Elementwise loops that hold an exponential or a square root go in chunks of this many numbers: which numbers
-// share a vector must not depend on the number of threads.
+// Elementwise loops that hold an exponential or a square root go in chunks of this many numbers: a vectorised
+// loop and its scalar remainder may round differently, so where a chunk ends must not depend on the number of
+// threads.
 constexpr size_t CHUNK = 1 << 12;
 
 // act = silu(gate) * up, silu(x) = x sigmoid(x)
@@ -531,9 +557,10 @@ void swiglu_backward(real* dgate, real* dup, real* act,  // (n)
 
 // ---- classifier: tied head and softmax cross-entropy ---------------------------------------------------
 
-// logits = x wte^T over the V real tokens, loss = -log softmax(logits)[target]. The logits of the whole batch
-// would be the largest array of all, so a fixed number of rows is worked on at a time: its losses and, if dx
-// is given, its gradients, before the next chunk overwrites the buffer.
+// logits = x wte^T over the V real tokens, loss = -log softmax(logits)[target]. With a large vocabulary the
+// logits of a whole batch would be the largest array of all. So they are formed for CLASSIFIER_ROWS tokens at a
+// time, and those tokens' losses and, if dx is given, gradients are finished before the next rows overwrite
+// them.
 //   dlogits = (softmax(logits) - onehot(target)) dloss      dx = dlogits wte      dwte += dlogits^T x
 constexpr size_t CLASSIFIER_ROWS = 256;
 void classifier(real* losses,        // (BT), nats
@@ -585,17 +612,19 @@ struct Activations {
   real* gate;    // (L, B,T,F); its gradient takes its place, and up's likewise
   real* up;      // (L, B,T,F)
 
-  // Recomputed where needed, one site at a time.
-  real* h;       // (inputs, B,T,C) mixes; arch `average` appends their average
-  real* x;       // (inputs, B,T,C) normalised mixes: what the sublayer reads
-  real* act;     // (B,T,F); in the backward its gradient, then act again
+  // One site at a time; the backward computes them again.
+  real* h;    // (routes, B,T,C) mixes; arch `average` appends their average; residual: none
+  real* x;    // (routes, B,T,C) normalised mixes: what the sublayer reads
+  real* act;  // (B,T,F); in the backward its gradient, then act again
+
+  // The classifier's.
   real* logits;  // (CLASSIFIER_ROWS,Vp)
   real* losses;  // (B,T)
 
   // Gradients, one sublayer at a time; only the bank lives through the backward.
-  real* dbank;  // (N+1, B,T,C): embedding, blocks
-  real* dh;     // (inputs, B,T,C)
-  real* dx;     // (2, B,T,C); the head's dx is the first
+  real* dbank;  // (bank_size, B,T,C): the embedding's, then one per block; residual: one for all
+  real* dh;     // (routes, B,T,C)
+  real* dx;     // (routes, B,T,C), one per input; the classifier's goes in the first
   real* dqkv;   // (B,T,3C)
   real* datt;   // (B,T,C)
 };
@@ -623,8 +652,8 @@ void for_each_activation(Activations& a, const Config& c, size_t B, size_t T, Vi
   const size_t BT = B * T;
   const size_t BTC = BT * c.C;
   const size_t BTF = BT * c.F;
-  const size_t inputs = c.two_routes() ? 2 : 1;
-  size_t weights = 0;  // elements of p for one token
+  const size_t routes = c.two_routes() ? 2 : 1;  // the most that one site has; 1 serves a residual network too
+  size_t weights = 0;                            // elements of p for one token
   for (size_t i = 0; i <= c.sublayers(); i++) weights += c.num_routes(i) * c.num_sources(i);
   visit("stream", a.stream, (c.sublayers() + 1) * BTC);
   visit("stream rstd", a.rstd, c.has_routes() ? (c.sublayers() + 1) * BT : 0);
@@ -634,14 +663,14 @@ void for_each_activation(Activations& a, const Config& c, size_t B, size_t T, Vi
   visit("attention lse", a.lse, c.L * c.NH * BT);
   visit("gate", a.gate, c.L * BTF);
   visit("up", a.up, c.L * BTF);
-  visit("mixes", a.h, (c.has_routes() ? inputs + (c.arch == Arch::average) : 0) * BTC);
-  visit("normalised mixes", a.x, inputs * BTC);
+  visit("mixes", a.h, (c.has_routes() ? routes + (c.arch == Arch::average) : 0) * BTC);
+  visit("normalised mixes", a.x, routes * BTC);
   visit("act", a.act, BTF);
   visit("logits chunk", a.logits, CLASSIFIER_ROWS * c.Vp());
   visit("losses", a.losses, BT);
   visit("d bank", a.dbank, c.bank_size() * BTC);
-  visit("d mixes", a.dh, inputs * BTC);
-  visit("d normalised mixes", a.dx, 2 * BTC);
+  visit("d mixes", a.dh, routes * BTC);
+  visit("d normalised mixes", a.dx, routes * BTC);
   visit("d qkv", a.dqkv, 3 * BTC);
   visit("d attention output", a.datt, BTC);
 }
@@ -676,23 +705,12 @@ void model_free(Model& m) {
   m = Model();
 }
 
-inline void average(real* out, const real* a, const real* b, size_t n) {  // out = (a + b) / 2
-#pragma omp parallel for simd
-  for (size_t i = 0; i < n; i++) out[i] = (a[i] + b[i]) / 2;
-}
-inline void average_backward(real* da, real* db, size_t n) {  // da comes as the gradient of (a + b) / 2
-#pragma omp parallel for simd
-  for (size_t i = 0; i < n; i++) {
-    da[i] = da[i] / 2;
-    db[i] = da[i];
-  }
-}
-
 // What one site reads: its sources, and the parameters of its routes and norm (Config says which are where).
 struct Site {
   size_t K;       // sources
   size_t R;       // routes
-  size_t inputs;  // different inputs of the sublayer: x_qk and x_v where they differ, else one
+  size_t inputs;  // normalised inputs of the sublayer: 2 (x_qk, x_v) where a site has two routes, else 1;
+                  // average: 1
   std::vector<const real*> sources;    // K pointers to (BT,C)
   std::vector<const real*> rstd;       // K pointers to (BT)
   std::vector<real*> dsources;         // K pointers to (BT,C): where each source's gradient gathers
@@ -718,14 +736,15 @@ Site site_at(Model& m, size_t i, size_t BT) {
 
   // A tensor's vector for this site; null where the arm lacks the tensor.
   const size_t layer = i < c.sublayers() ? i / 2 : 0;
-  const auto vector = [&](real* tensor) { return tensor ? tensor + layer * c.C : nullptr; };
+  const auto vector_of = [&](real* tensor) { return tensor ? tensor + layer * c.C : nullptr; };
   const auto choose = [&](const Tensors<real>& w, auto& query, auto& gain, auto& norm) {
     const bool head = i == c.sublayers();
     const bool mlp = i % 2 == 1;
-    query[0] = vector(head ? w.out_route : mlp ? w.mlp_route : w.attn_route_qk);
-    gain = vector(head ? w.out_route_gain : mlp ? w.mlp_route_gain : w.attn_route_gain);
-    norm = vector(head ? w.final_norm : mlp ? w.mlp_norm : w.attn_norm);
-    query[1] = c.arch == Arch::tied ? query[0] : vector(w.attn_route_v);  // null in frozen-v
+    query[0] = vector_of(head ? w.out_route : mlp ? w.mlp_route : w.attn_route_qk);
+    gain = vector_of(head ? w.out_route_gain : mlp ? w.mlp_route_gain : w.attn_route_gain);
+    norm = vector_of(head ? w.final_norm : mlp ? w.mlp_norm : w.attn_norm);
+    query[1] = vector_of(w.attn_route_v);  // null: held at zero or not there; read only where R = 2
+    if (c.arch == Arch::tied) query[1] = query[0];
   };
   choose(m.params, site.query, site.gain, site.norm);
   choose(m.grads, site.dquery, site.dgain, site.dnorm);
@@ -738,12 +757,12 @@ real* dpartial(const Model& m, size_t i, size_t BT) {
 }
 
 // The average arm at a site with two routes: Q, K and V all read (h_qk + h_v) / 2, which stands behind the two.
-bool averages(const Model& m, const Site& site) { return m.config.arch == Arch::average && site.R == 2; }
+bool reads_average(const Model& m, const Site& site) { return m.config.arch == Arch::average && site.R == 2; }
 
 // The mixes that a site's norm reads, one per input, each (BT,C).
 const real* site_mixes(const Model& m, const Site& site, size_t BT) {
   if (site.R == 0) return site.sources[0];  // residual: the running sum itself
-  return m.acts.h + (averages(m, site) ? 2 * BT * m.config.C : 0);
+  return m.acts.h + (reads_average(m, site) ? 2 * BT * m.config.C : 0);
 }
 
 // Reads the sources through the site's routes and normalises: acts.h and acts.x, overwritten by the next site.
@@ -757,14 +776,15 @@ void read_sources(Model& m, const Site& site, size_t BT, Weights weights) {
                   site.K, site.R);
   if (site.R > 0 && weights == Weights::given)
     route_mix(h, site.p, site.sources.data(), BT, m.config.C, site.K, site.R);
-  if (averages(m, site)) average(h + 2 * BTC, h, h + BTC, BTC);
+  if (reads_average(m, site)) average(h + 2 * BTC, h, h + BTC, BTC);
 
   const real* mixes = site_mixes(m, site, BT);
   for (size_t n = 0; n < site.inputs; n++)
     rmsnorm_forward(m.acts.x + n * BTC, mixes + n * BTC, site.norm, BT, m.config.C);
 }
 
-// The sublayer's output o is in slot i + 1; make it the running partial there.
+// Slot i + 1 holds the output o of sublayer i. Adds the partial before it (slot i), unless this sublayer starts
+// a block, and saves the slot's rstd for the routes that read it.
 void write_partial(Model& m, size_t i, size_t BT) {
   const Config& c = m.config;
   real* slot = m.acts.stream + (i + 1) * BT * c.C;
@@ -819,7 +839,8 @@ void model_forward(Model& m, const int* tokens, size_t B, size_t T) {
   read_sources(m, site_at(m, c.sublayers(), BT), BT, Weights::find);
 }
 
-// Backward of read_sources. acts.dx holds one gradient per input and is used up; dsources gather.
+// Backward of read_sources: from acts.dx, one gradient per input, adds to the gradients of the site's sources,
+// queries, gain and norm. acts.h must hold this site's mixes. Overwrites acts.dh and, in `tied`, acts.dx.
 void read_sources_backward(Model& m, const Site& site, size_t BT) {
   const size_t C = m.config.C;
   const size_t BTC = BT * C;
@@ -836,18 +857,22 @@ void read_sources_backward(Model& m, const Site& site, size_t BT) {
 
   for (size_t n = 0; n < inputs; n++)
     rmsnorm_backward(dh + n * BTC, site.dnorm, dx + n * BTC, mixes + n * BTC, site.norm, BT, C);
-  if (averages(m, site)) average_backward(dh, dh + BTC, BTC);
+  if (reads_average(m, site)) average_backward(dh, dh + BTC, BTC);
   if (R == 0) return add(site.dsources[0], dh, BTC);  // residual: h is the source itself
 
   route_backward(site.dsources.data(), site.dquery, site.dgain, dh, m.acts.h, site.p, site.sources.data(),
                  site.rstd.data(), site.query, site.gain, BT, C, site.K, R);
 }
 
-// After model_forward and classifier, which left the head's gradient in acts.dx. Adds to m.grads.
+// After model_forward and classifier, which left the gradient of the head's input in acts.dx. Adds to m.grads.
+// Uses up acts.gate and acts.up: each backward needs a forward of its own.
 //
-// Every slot of one block shares one gradient buffer of the bank. Walking back through a block, that buffer is
-// the gradient of the running partial: partial_after = partial_before + o, so it is also the gradient of o, and
-// the routes that read partial_before add to it. The readers of the finished block have added before that.
+// All slots of one block share one gradient buffer of the bank. partial_after = partial_before + o gives both
+// terms the same gradient, so on the way back nothing is copied: the buffer holds d partial_after, which is d
+// o; once the site that read partial_before has added its share, the same buffer holds d partial_before.
+// Whoever reads the finished block stands later in the network and has added already. A block's first sublayer
+// has no partial_before: its site adds to other blocks' buffers only. A residual network has one buffer for all
+// slots.
 void model_backward(Model& m, const int* tokens, size_t B, size_t T) {
   const Config& c = m.config;
   const Tensors<real>& w = m.params;
@@ -858,7 +883,7 @@ void model_backward(Model& m, const int* tokens, size_t B, size_t T) {
   const size_t BT = B * T;
 
   memset(a.dbank, 0, c.bank_size() * BT * C * sizeof(real));
-  read_sources_backward(m, site_at(m, c.sublayers(), BT), BT);  // h and x are still there from the forward
+  read_sources_backward(m, site_at(m, c.sublayers(), BT), BT);  // acts.h still holds this site's mixes
 
   for (size_t l = c.L; l-- > 0;) {
     {  // feed-forward: sublayer 2l + 1
@@ -868,9 +893,10 @@ void model_backward(Model& m, const int* tokens, size_t B, size_t T) {
       real* up = a.up + l * BT * F;
       real* dgate = gate;  // gradients take the place of what they are gradients of
       real* dup = up;
+      real* dact = a.act;  // until swiglu_backward puts act back in its place
 
-      matmul_backward_input(a.act, {dout, C}, w.w_down + l * C * F, BT, F, C);
-      swiglu_backward(dgate, dup, a.act, a.act, gate, up, BT * F);
+      matmul_backward_input(dact, {dout, C}, w.w_down + l * C * F, BT, F, C);
+      swiglu_backward(dgate, dup, a.act, dact, gate, up, BT * F);
       matmul_backward_weight(d.w_down + l * C * F, {dout, C}, a.act, BT, F, C);
       read_sources(m, site, BT, Weights::given);
       matmul_backward_weight(d.w_gate + l * F * C, {dgate, F}, a.x, BT, C, F);
@@ -906,7 +932,7 @@ void model_backward(Model& m, const int* tokens, size_t B, size_t T) {
   embedding_backward(d.wte, a.dbank, tokens, BT, C);
 }
 
-// Mean loss in nats per token. The sum runs in token order in double: the same for any batch shape.
+// Mean loss in nats per token, summed in token order in double: independent of threads.
 double mean_loss(const real* losses, size_t BT) {
   double sum = 0;
   for (size_t bt = 0; bt < BT; bt++) sum += double(losses[bt]);
@@ -941,7 +967,9 @@ double model_loss(Model& m, const int* tokens, const int* targets, size_t B, siz
 void add_route_stats(RouteStats& stats, Model& m, size_t BT) {
   const Config& c = m.config;
   if (!c.has_routes()) return;
-  stats.qk.resize(c.L), stats.v.resize(c.L), stats.js_nats.resize(c.L);
+  stats.qk.resize(c.L);
+  stats.v.resize(c.L);
+  stats.js_nats.resize(c.L);
   for (size_t l = 0; l < c.L; l++) {
     const Site site = site_at(m, 2 * l, BT);
     stats.qk[l].resize(site.K), stats.v[l].resize(site.R == 2 ? site.K : 0);
@@ -971,8 +999,8 @@ std::string find_non_finite(const Config& c, Tensors<real>& family) {
       c, [&](TensorId id, size_t offset, size_t n) { return !all_finite(family.tensor(id) + offset, n); });
 }
 
-// Where numbers stopped being finite, for the message that ends the run, after model_loss_and_gradients of one
-// micro-batch from gradients of zero: what comes first in the order of a step. "" if all are finite.
+// Says which number of a step was the first not to be finite; "" if all are. Call it after model_zero_grad and
+// model_loss_and_gradients of one micro-batch.
 std::string blame_non_finite(Model& m, size_t BT) {
   const Config& c = m.config;
   const Activations& a = m.acts;
@@ -1095,7 +1123,7 @@ void model_load(Model& m, const Checkpoint& checkpoint, bool with_moments) {
   }
 }
 
-// ---- what dev/common/train.h asks of a model, beside add_route_stats -----------------------------------
+// ---- what dev/common/train.h asks of a model, besides add_route_stats -----------------------------------
 
 // The loss of every token, (B,T), in nats.
 std::vector<real> token_losses(Model& m, const int* tokens, const int* targets, size_t B, size_t T) {
@@ -1138,7 +1166,8 @@ StepResult train_step(Model& m, const TokenData& data, const Options& o, size_t 
   if (!std::isfinite(result.loss) || !std::isfinite(result.norm)) {
     std::string where;  // every micro-batch once more, alone, until one shows it
     for (size_t micro = 0; micro < accumulation && where.empty(); micro++) {
-      model_zero_grad(m), micro_batch(micro);
+      model_zero_grad(m);
+      micro_batch(micro);
       where = blame_non_finite(m, B * T);
     }
     if (where.empty()) where = "the sum of gradients or its norm, which overflowed";
