@@ -201,7 +201,7 @@ void zero(T* p, size_t n) {
 
 // ---- opening and closing -------------------------------------------------------------------------------
 // What a block of the most demanding kernel may need: every card from compute capability 8.0 on has it.
-constexpr size_t SHARED_MEMORY = 99 * 1024;
+constexpr size_t SHARED_MEMORY = 101376;  // 99 KiB
 
 inline void device_open() {
   if (device.stream) return;
