@@ -148,7 +148,8 @@ struct Totals {
 
 // totals.vector[v] (C) += sum over row of rows (num_rows, vectors, C)[row][v]. A block owns 32 channels of one
 // vector; its 8 warps take every eighth row. Launch: grid (C / 32, vectors), block (32, 8).
-__global__ void add_rows_kernel(Totals totals, const float* rows, size_t num_rows, size_t C) {
+__global__ void add_rows_kernel(const __grid_constant__ Totals totals, const float* rows, size_t num_rows,
+                                size_t C) {
   __shared__ float sums[8][32];
   const size_t c = blockIdx.x * size_t(32) + threadIdx.x, vectors = gridDim.y;
   float sum = 0;

@@ -68,7 +68,7 @@ def expected(c):
         + BT * C * (reads + (c["arch"] == "average")) * routed + BT * C * reads  # mixes; normalised
         + BT * F + HELD_IN_CLASSIFIER * Vp + BT               # act and its gradient, logits, losses
         + BT * C * (-(-2 * L // S) + 1 if routed else 1)      # gradients: the bank,
-        + BT * C * (reads + 2 + 3 + 1))                       # mixes, inputs, q k v, attention
+        + BT * C * (reads + reads + 3 + 1))                   # mixes, inputs, q k v, attention
     flops = 3 * (2 * (matrices + V * C) + 2 * L * C * (T + 1) + 4 * C * weights)
     return dict(family=family, embedding=V * C, layers=layers, routes=route_vectors, matrices=matrices + Vp * C,
                 activations=activations, flops=flops)
