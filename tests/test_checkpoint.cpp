@@ -573,6 +573,7 @@ static void test_signals() {
   for (int number : {SIGINT, SIGTERM, SIGUSR1, SIGHUP, SIGPIPE}) {
     const auto after = [&](std::vector<int> then) {
       return in_child([&] {
+        signal(number, SIG_DFL);  // nohup, for one, hands it on ignored
         catch_stop_signals();
         if (stop_requested) _exit(9);
         raise(number);
