@@ -15,7 +15,7 @@ SMALL = dict(arch="rd", layers=3, width=48, heads=3, ffn=40, block_size=4, conte
              steps=10)
 TEN_BILLION = dict(arch="rd", layers=40, width=4096, heads=32, ffn=14336, block_size=8, context=4096,
                    vocab=65536, batch=8, steps=30517579)
-GPU_TEN_BILLION = dict(TEN_BILLION, layers=147, width=2048, ffn=8192)  # its kernels hold 2048 channels
+GPU_TEN_BILLION = dict(TEN_BILLION, layers=338, width=1024, ffn=8192)  # its kernels hold 1024 channels
 CONFIGS = {
     "./train_rdattnres_cpu": {
         "small": SMALL,
@@ -33,8 +33,8 @@ CONFIGS = {
         "10B parameters, 1e12 tokens": GPU_TEN_BILLION,
         "10B parameters, residual": dict(GPU_TEN_BILLION, arch="residual"),
         "10B parameters, blocks of two sublayers": dict(GPU_TEN_BILLION, arch="average", block_size=2),
-        "a tensor of 2^31 elements less some": dict(SMALL, layers=127, width=2048, heads=32, ffn=8192),
-        "a tensor of 2^32 elements": dict(SMALL, layers=256, width=2048, heads=32, ffn=8192, arch="block"),
+        "a tensor of 2^31 elements less some": dict(SMALL, layers=127, width=1024, heads=16, ffn=16384),
+        "a tensor of 2^32 elements": dict(SMALL, layers=256, width=1024, heads=16, ffn=16384, arch="block"),
         "activations of 2^40 elements and more": dict(SMALL, context=1048576, batch=4096, arch="frozen-v"),
     },
 }

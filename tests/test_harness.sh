@@ -71,7 +71,7 @@ fi
 unset GPU_ARCH MAKEFLAGS MFLAGS MAKELEVEL
 code() {  # name, what should come out, what nvidia-smi prints, its exit status, arguments of make
   program nvidia-smi "echo \"$3\"; exit $4"
-  plan=$(PATH=$folder:$PATH make -n NVCC=nvcc train_rdattnres "${@:5}" 2>&1)
+  plan=$(PATH=$folder:$PATH make -n -W train_rdattnres.cu NVCC=nvcc train_rdattnres "${@:5}" 2>&1)
   expect "GPU code: $1" "$(grep -oE 'code=\S+|needs 8.0 or newer' <<< "$plan" | paste -sd ' ')" "$2"
 }
 any="code=[sm_80] code=[sm_90,compute_90]"
