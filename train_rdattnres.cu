@@ -2682,7 +2682,7 @@ static double peak_flops() {  // of this card, a second; 0: not known, as for fp
 template <class floatX>
 static void print_start(const Run<Model<floatX>>& run) {
   const Options& o = run.options;
-  if (!o.quiet) printf("%s\n", settings_table(o).c_str());
+  if (!o.quiet) printf("%s\n", settings_table(o, run.screen).c_str());
   printf("%s%s", model_table(run.config).c_str(),
          memory_table(memory_lines<floatX>(run.config, o.batch, o.recompute)).c_str());
   size_t free = 0, total = 0;
@@ -2741,10 +2741,10 @@ static int run_training(Start&& asked) {
     if (!profile.on) continue;
     profile.end_step();
     profile.on = false;  // what happens between steps is not looked at
-    if (++profiled == o.profile) printf("%s", profile.finish(profiled).c_str());
+    if (++profiled == o.profile) print_lines(profile.finish(profiled));
   }
-  if (profiled > 0 && profiled < o.profile) printf("%s", profile.finish(profiled).c_str());  // a short run
-  if (o.profile > 0 && profiled == 0) printf("profile: no step after the two of the warm-up\n");
+  if (profiled > 0 && profiled < o.profile) print_lines(profile.finish(profiled));  // a short run
+  if (o.profile > 0 && profiled == 0) print_lines("profile: no step after the two of the warm-up\n");
   report_end(run, log, seconds_now() - start);
   model_free(run.model);
   device_close();

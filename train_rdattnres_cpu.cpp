@@ -1229,7 +1229,7 @@ static double product_rate() {
 
 static void print_start(const Run<Model>& run) {
   const Options& o = run.options;
-  if (!o.quiet) printf("%s\n", settings_table(o).c_str());
+  if (!o.quiet) printf("%s\n", settings_table(o, run.screen).c_str());
   const size_t machine = size_t(sysconf(_SC_PHYS_PAGES)) * size_t(sysconf(_SC_PAGESIZE));
   printf("%s%s", model_table(run.config).c_str(),
          memory_table(memory_lines(run.config, o.batch), machine).c_str());

@@ -20,6 +20,7 @@
 #include "data/sha256.h"        // sha256_prefix
 #include "dev/common/errors.h"  // fatal, format
 #include "dev/common/log.h"     // Event, Progress
+#include "dev/common/report.h"  // print_lines
 #include "dev/common/random.h"  // uniform
 #include "dev/common/shards.h"  // Data, TokenData
 
@@ -399,7 +400,7 @@ template <class Run>
 void report_answers(Run& run, Log& log, size_t num_stories) {
   const StoryMarks marks = mark_answers(run.model, num_stories);
   const bool finished = run.step >= run.options.steps;
-  printf("%s", (finished ? answers_table(marks, num_stories) : answers_line(run.step, marks)).c_str());
+  print_lines(finished ? answers_table(marks, num_stories) : answers_line(run.step, marks));
   log.write(answers_event(run, "answers", marks.total()));
   log.write(answers_event(run, "answers looking back", marks.total(StoryKind::where_person)));
 }

@@ -29,7 +29,7 @@ MINIMUM_LIMIT = 30  # seconds, however short a test usually is
 BARRIER = r"__sync(threads|warp)\(\);"
 
 # What a test runs besides itself.
-PROGRAMS = {"run": ["train_rdattnres_cpu"], "crash": ["train_rdattnres_cpu"],
+PROGRAMS = {"run": ["train_rdattnres_cpu"], "terminal": ["train_rdattnres_cpu"], "crash": ["train_rdattnres_cpu"],
             "cuda_run": ["build/train_emulated", "build/test_run", "train_rdattnres_cpu"],
             "cuda_crash": ["build/train_emulated", "build/test_crash"],
             "data_tools": ["data/text_to_shards"]}

@@ -50,8 +50,9 @@ inline std::string small_model =
 inline std::string command(const std::string& out, const std::string& flags) {
   std::map<std::string, std::string> values;
   std::istringstream words(small_model + " --lr 0.01 --query-lr-mult 10 --val-every 0 --sample-tokens 0" +
-                           " --checkpoint-every 0 --keep 0 --train '" + folder + "/train_*.bin' --val '" +
-                           folder + "/val_*.bin' --out " + folder + "/" + out + " " + flags);
+                           " --checkpoint-every 0 --keep 0 --log-every 1 --train '" + folder +
+                           "/train_*.bin' --val '" + folder + "/val_*.bin' --out " + folder + "/" + out + " " +
+                           flags);
   std::string name, word;
   while (words >> word) {
     if (word.compare(0, 2, "--") == 0)

@@ -3,6 +3,7 @@
 // What cannot go on ends in fatal(): one line on stderr that names the thing, what was found and what was
 // expected. Functions whose caller may have a second plan return that line instead, empty when all is well.
 #pragma once
+#include <atomic>
 #include <cerrno>
 #include <cmath>
 #include <cstdarg>
@@ -22,6 +23,8 @@ static_assert(sizeof(size_t) == 8, "sizes and offsets pass 2^32: a 64-bit machin
 // ---- errors --------------------------------------------------------------------------------------------
 constexpr int EXIT_ERROR = 1;  // anything that went wrong while working
 constexpr int EXIT_USAGE = 2;  // the command line is wrong; nothing was written
+
+inline std::atomic<bool> line_is_open{false};  // the terminal shows a line that is still without its end
 
 // Tests and fuzzers set this to get an exception where the trainers end.
 struct Fatal {
@@ -60,7 +63,7 @@ PRINTF_LIKE(1, 2) inline std::string format(const char* text, ...) {
     if (c == '\n' || c == '\r') c = ' ';  // one line, whatever a file name holds
   if (fatal_throws) throw Fatal{exit_code, message};
   fflush(stdout);  // so that the error comes last where both streams go to one place
-  fprintf(stderr, "error: %s\n", message.c_str());
+  fprintf(stderr, "%serror: %s\n", line_is_open ? "\n" : "", message.c_str());
   exit(exit_code);
 }
 // For functions that return their error as a line: ends the program if there is one.

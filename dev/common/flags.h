@@ -35,7 +35,8 @@ struct Options {
   size_t steps = 0, batch = 0, total_batch = 0, warmup = 0, seed = 1;
   double lr = 0, min_lr_ratio = 0.1, weight_decay = 0.1, clip = 1, query_lr_mult = 1;
   // seeing and keeping
-  size_t val_every = 0, val_tokens = 0, sample_every = 0, sample_tokens = 0, checkpoint_every = 0, keep = 0;
+  size_t log_every = 0, val_every = 0, val_tokens = 0, sample_every = 0, sample_tokens = 0,
+         checkpoint_every = 0, keep = 0;
   std::string prompt;
   double temperature = 0.8, top_p = 1;
   size_t top_k = 0;
@@ -96,6 +97,8 @@ inline const std::vector<Flag>& flag_table() {
       {"clip", &O::clip, "X", 0, 1e12, 0, "largest global gradient norm; 0: no clipping"},
       {"query-lr-mult", &O::query_lr_mult, "X", 0, 1e6, 0, "learning rate of route queries / that of the rest"},
       {"seed", &O::seed, "N", 0, 1e19, 0, "initial weights, data order, sampling"},
+      {"log-every", &O::log_every, "N", 0, 1e12, NOW,
+       "steps between step lines; 0: a second apart, on a terminal one line that is renewed"},
       {"val-every", &O::val_every, "N", 0, 1e12, 0, "steps between validations; 0: at the end only"},
       {"val-tokens", &O::val_tokens, "N", 0, 1e15, 0, "tokens a validation reads; 0: the whole split"},
       {"sample-every", &O::sample_every, "N", 0, 1e12, 0, "steps between samples; 0: at the end only"},

@@ -1,12 +1,53 @@
 // report.h - what a person sees: the tables at the start, the line of a step, the picture of the depth routes;
-// and beside each the event that says the same to programs. Everything here makes text and returns it.
+// and beside each the event that says the same to programs.
 #pragma once
+#include <cstdlib>
+
+#include <sys/ioctl.h>
+#include <unistd.h>
+
 #include "dev/common/config.h"  // Config, count_params
 #include "dev/common/errors.h"  // format, human_bytes, human_count
 #include "dev/common/flags.h"   // flag_table: the settings
 #include "dev/common/flops.h"   // training_flops, find_card
 #include "dev/common/log.h"     // Event, Progress
 #include "dev/common/shards.h"  // TokenData
+#include "dev/common/text.h"    // printable
+
+// ---- the screen ----------------------------------------------------------------------------------------
+// What stdout can show. A file or a pipe is as wide as a line needs.
+struct Screen {
+  size_t columns = 0;   // of a terminal; 0: no terminal
+  bool unicode = true;  // or ASCII alone
+  bool narrower_than(size_t width) const { return columns > 0 && columns < width; }
+};
+inline Screen find_screen() {
+  Screen screen;
+  winsize size = {};
+  if (isatty(STDOUT_FILENO))
+    screen.columns = ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col ? size.ws_col : 80;
+  std::string locale;
+  for (const char* name : {"LANG", "LC_CTYPE", "LC_ALL"}) {  // the last that is set decides
+    const char* value = getenv(name);
+    if (value && *value) locale = value;
+  }
+  for (char& c : locale) c = char(tolower(c));
+  screen.unicode = locale.find("utf-8") != locale.npos || locale.find("utf8") != locale.npos;
+  return screen;
+}
+
+// Prints lines that stay, in place of the line that is renewed.
+inline void print_lines(const std::string& lines) {
+  if (line_is_open) printf("\r\033[K");
+  line_is_open = false;
+  printf("%s", lines.c_str());
+}
+// Prints the one line that the next print_lines or renew_line replaces.
+inline void renew_line(const std::string& line) {
+  line_is_open = true;
+  printf("\r%s\033[K", line.c_str());
+  fflush(stdout);
+}
 
 // ---- small texts ---------------------------------------------------------------------------------------
 inline std::string with_commas(size_t n) {  // 1234567 -> "1,234,567"
@@ -28,16 +69,18 @@ inline std::string duration_text(double seconds) {  // "45s", "2m10s", "3h05m", 
 }
 
 // ---- the tables at the start ---------------------------------------------------------------------------
-// Every setting, two a row; a star marks what was given, on the command line or by a checkpoint.
-inline std::string settings_table(const Options& o) {
+// Every setting, two a row if the screen is wide enough; a star marks what was given, on the command line or by
+// a checkpoint.
+inline std::string settings_table(const Options& o, const Screen& screen = {}) {
   std::string text = "settings (* given)\n", row;
+  const bool two_a_row = !screen.narrower_than(100);
   for (const Flag& flag : flag_table()) {
     if (!available(flag, o.device)) continue;
-    std::string value = flag_text(o, flag);
+    std::string value = printable(flag_text(o, flag), screen.unicode);
     if (value.empty()) value = "-";
     const char star = o.given.count(flag.name) ? '*' : ' ';
     const std::string cell = format(" %c%-17s%s", star, flag.name, value.c_str());
-    if (row.empty() && cell.size() < 50) {
+    if (two_a_row && row.empty() && cell.size() < 50) {
       row = cell + std::string(50 - cell.size(), ' ');
       continue;
     }
@@ -162,6 +205,21 @@ inline std::string step_line(const StepReport& r) {
   return text + (r.eta_seconds >= 0 ? " | eta " + duration_text(r.eta_seconds) : "") + "\n";
 }
 
+// For a terminal: "step  1200/2400  loss 0.1631  42.1k tok/s  41s left  [#####.....]", cut to the screen.
+inline std::string progress_line(const StepReport& r, const Screen& screen) {
+  const int width = int(std::to_string(r.steps).size());
+  std::string text = format("step %*zu/%zu  loss %.4f  ", width, r.step, r.steps, r.loss);
+  text += human_count(double(r.tokens) / r.seconds, 3) + " tok/s";
+  if (r.eta_seconds >= 0) text += "  " + duration_text(r.eta_seconds) + " left";
+
+  const size_t room = screen.columns - 1;  // the last column stays free: some terminals break the line there
+  if (text.size() + 14 > room) return text.substr(0, room);
+  const size_t bar = std::min<size_t>(room - text.size() - 4, 40), done = bar * r.step / r.steps;
+  text += "  [";
+  for (size_t i = 0; i < bar; i++) text += i >= done ? "." : screen.unicode ? "\u2588" : "#";
+  return text + "]";
+}
+
 inline Event step_event(const Progress& at, const StepReport& r) {
   Event event("step");
   return event.add("step", r.step)
@@ -200,43 +258,52 @@ struct RouteStats {                        // means over tokens, per attention l
   }
 };
 
+constexpr size_t WIDE_CELL = 6, NARROW_CELL = 4;  // columns of a source in the picture
 constexpr double NATS_PER_BIT = 0.6931471805599453;
 
-// The weights p of one route as cells under their sources, a bar of up to eight eighths and the per cent.
-// The last column is the running partial; a layer at a block's start has none.
-inline std::string route_cells(const std::vector<double>& p, bool has_partial, size_t columns) {
-  static const char* const bars[] = {" ",      "\u2581", "\u2582", "\u2583", "\u2584",
-                                     "\u2585", "\u2586", "\u2587", "\u2588"};
+// The weights p of one route as cells under their sources, the per cent and before it, where there is room, a
+// bar of up to eight eighths. The last column is the running partial; a layer at a block's start has none.
+inline std::string route_cells(const std::vector<double>& p, bool has_partial, size_t columns, size_t cell,
+                               bool unicode) {
+  static const char* const blocks[] = {" ",      "\u2581", "\u2582", "\u2583", "\u2584",
+                                       "\u2585", "\u2586", "\u2587", "\u2588"};
+  static const char* const letters[] = {" ", ".", ":", "-", "=", "+", "*", "%", "#"};
+  const auto& bars = unicode ? blocks : letters;
   std::string text;
   for (size_t column = 0; column < columns; column++) {
     const bool partial_column = column + 1 == columns;
     const size_t in_bank = p.size() - (has_partial ? 1 : 0);
     if (partial_column ? !has_partial : column >= in_bank) {
-      text += "      ";
+      text += std::string(cell, ' ');
       continue;
     }
     const double share = partial_column ? p.back() : p[column];
     const int eighths = !(share > 0) ? 0 : share >= 1 ? 8 : int(std::lround(share * 8));
-    text += format(" %s%3.0f ", bars[eighths], 100 * share);
+    text += cell == WIDE_CELL ? format(" %s%3.0f ", bars[eighths], 100 * share) : format("%3.0f ", 100 * share);
   }
   return text;
 }
 
 // Per attention layer, where Q and K read and where V reads: E the embedding, B1, B2, .. the finished blocks,
 // "part" the block under way; per cent. "" for an arm without routes.
-inline std::string route_picture(const Config& c, const RouteStats& stats) {
+inline std::string route_picture(const Config& c, const RouteStats& stats, const Screen& screen = {}) {
   if (!c.has_routes() || stats.qk.empty()) return "";
   const size_t bank = c.num_sources(2 * c.L - 2), columns = bank + 1;  // the last attention site reads the most
-  std::string text = format("depth routes    %-6s", "E");
-  for (size_t b = 1; b < bank; b++) text += format("%-6s", ("B" + std::to_string(b)).c_str());
-  text += c.two_routes() ? "part    JS nats   bits\n" : "part\n";
+  const bool narrow = screen.narrower_than(16 + WIDE_CELL * columns + 17);
+  const size_t cell = narrow ? NARROW_CELL : WIDE_CELL;
+  const auto name = [&](const std::string& text) { return format("%-*s", int(cell), text.c_str()); };
+  const auto cells = [&](const std::vector<double>& p, bool has_partial) {
+    return route_cells(p, has_partial, columns, cell, screen.unicode);
+  };
+  std::string text = "depth routes    " + name("E");
+  for (size_t b = 1; b < bank; b++) text += name("B" + std::to_string(b));
+  text += trim_end(name("part") + (c.two_routes() ? "  JS nats   bits" : "")) + "\n";
   for (size_t l = 0; l < stats.qk.size(); l++) {
     const bool has_partial = 2 * l % c.S != 0, two = !stats.v[l].empty();
-    std::string row = format("  layer %2zu  %-3s ", l, two ? "QK" : "QKV");
-    row += route_cells(stats.qk[l], has_partial, columns);
+    std::string row = format("  layer %2zu  %-3s ", l, two ? "QK" : "QKV") + cells(stats.qk[l], has_partial);
     if (two) row += format("  %7.4f %6.4f", stats.js_nats[l], stats.js_nats[l] / NATS_PER_BIT);
     text += trim_end(row) + "\n";
-    if (two) text += "            " + trim_end("V   " + route_cells(stats.v[l], has_partial, columns)) + "\n";
+    if (two) text += "            " + trim_end("V   " + cells(stats.v[l], has_partial)) + "\n";
   }
   return text;
 }

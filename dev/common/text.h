@@ -67,14 +67,15 @@ inline size_t utf8_decode(const std::string& text, size_t at, uint32_t* code) {
   return good ? length : 0;
 }
 
-// Text for a screen: control characters, which a terminal may obey, and bytes that are not UTF-8 are spelt out.
-inline std::string printable(const std::string& text) {
+// Text for a screen: control characters, which a terminal may obey, and bytes that are not UTF-8 are spelt out;
+// without unicode, all that is not ASCII.
+inline std::string printable(const std::string& text, bool unicode = true) {
   std::string shown;
   for (size_t at = 0; at < text.size();) {
     uint32_t code = 0;
     const size_t length = utf8_decode(text, at, &code);
     const bool control = code < 0x20 || (code >= 0x7F && code < 0xA0);
-    if (length > 0 && (!control || code == '\n' || code == '\t'))
+    if (length > 0 && (unicode || code < 0x80) && (!control || code == '\n' || code == '\t'))
       shown += text.substr(at, length);
     else
       for (size_t i = 0; i < std::max<size_t>(length, 1); i++) shown += format("\\x%02x", text[at + i] & 0xFF);

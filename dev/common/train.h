@@ -48,10 +48,12 @@ void say_in_handler(const char (&text)[N]) {
 inline void request_stop(int number) {
   const int error = errno;
   if (number == SIGINT && stop_requested == SIGINT) {
+    if (line_is_open) say_in_handler("\n");
     say_in_handler("stopped without saving\n");
     _exit(130);
   }
   // A pipe that closes must not hide that Ctrl-C was pressed, nor print into itself.
+  if (number != SIGPIPE && line_is_open) say_in_handler("\n");
   if (number != SIGPIPE) say_in_handler("saving after this step; press Ctrl-C again to stop without\n");
   if (number != SIGPIPE || !stop_requested) stop_requested = number;
   errno = error;
@@ -121,7 +123,9 @@ struct Run : Start {
   Tokenizer tokenizer;
   Data data;
   Model model;
+  Screen screen = find_screen();
   double timed = 0;       // seconds of all steps but the first, which pays for fresh memory
+  double shown = -1;      // when the last step line was shown
   bool left_out = false;  // a stop has left out a validation or a sample that was due
 
   // stories: makes the built-in corpus, for a run that names no shards.
@@ -193,11 +197,11 @@ void validate_split(Run<Model>& run, Log& log, const char* split, const TokenDat
     run.left_out = true;
     return;
   }
-  printf("%s", validation_line(split, run.step, v.loss, v.tokens).c_str());
+  print_lines(validation_line(split, run.step, v.loss, v.tokens));
   log.write(validation_event(run, split, v.loss, v.tokens));
   if (run.data.stories) report_answers(run, log, v.tokens / run.config.T);  // as many as windows were read
   if (!run.config.has_routes()) return;
-  if (!run.options.quiet) printf("%s", route_picture(run.config, v.routes).c_str());
+  if (!run.options.quiet) print_lines(route_picture(run.config, v.routes, run.screen));
   log.write(routes_event(run, split, v.routes));
 }
 
@@ -220,8 +224,8 @@ template <class Model>
 void sample(Run<Model>& run, Log& log) {
   const Options& o = run.options;
   if (!has_text(o, run.tokenizer.size)) {
-    printf("sample step %zu: none; a vocabulary of %zu tokens needs --tokenizer to become text\n", run.step,
-           o.vocab);
+    print_lines(format("sample step %zu: none; a vocabulary of %zu tokens needs --tokenizer to become text\n",
+                       run.step, o.vocab));
     return;
   }
   std::vector<int> context = {run.tokenizer.eot};  // a document starts with an end of text
@@ -234,7 +238,7 @@ void sample(Run<Model>& run, Log& log) {
   }
   std::string text;
   for (size_t i = 1; i < context.size(); i++) text += run.tokenizer.decode(context[i]);
-  printf("sample step %zu:\n%s\n---\n", run.step, printable(text).c_str());
+  print_lines(format("sample step %zu:\n%s\n---\n", run.step, printable(text, run.screen.unicode).c_str()));
   log.write(Event("sample").add("step", run.step).add("text", text));
 }
 
@@ -244,10 +248,10 @@ void save(Run<Model>& run, Log& log) {
   const Options& o = run.options;
   const std::string path = checkpoint_path(o.out, run.step);
   const size_t bytes = 3 * sizeof(float) * count_elements(run.config);
-  if (bytes >= size_t(1) << 30) printf("saving %s to %s\n", human_bytes(bytes).c_str(), path.c_str());
+  if (bytes >= size_t(1) << 30) print_lines("saving " + human_bytes(bytes) + " to " + path + "\n");
   model_save(run.model, path, run_metadata(o, run.config, run, run.data.train));
   delete_old_checkpoints(o.out, o.keep, run.step);
-  printf("saved  %s\n", path.c_str());
+  print_lines("saved  " + path + "\n");
   log.write(Event("checkpoint").add("step", run.step).add("path", path));
 }
 
@@ -274,6 +278,23 @@ bool between_steps(Run<Model>& run, Log& log) {
   return finished || stopping;
 }
 
+// Every --log-every'th step line stays on the screen; without that flag a line a second does, or on a terminal
+// none: its one line is renewed. The last step's always stays.
+template <class Model>
+void show_step(Run<Model>& run, const StepReport& report) {
+  const Options& o = run.options;
+  const bool terminal = run.screen.columns > 0;
+  const double since = seconds_now() - run.shown;
+  const bool due = o.log_every > 0 ? report.step % o.log_every == 0 : !terminal && since >= 1;
+  const bool stays = due || report.step == report.steps;
+  if (o.quiet || (!stays && !(terminal && since >= 0.1))) return;
+  run.shown = seconds_now();
+  if (stays)
+    print_lines(step_line(report));
+  else
+    renew_line(progress_line(report, find_screen()));
+}
+
 // Counts a step and reports it. flops: of a step, and the card's peak a second; 0: not known.
 template <class Model>
 void report_step(Run<Model>& run, Log& log, double loss, double norm, double lr, double seconds,
@@ -287,7 +308,7 @@ void report_step(Run<Model>& run, Log& log, double loss, double norm, double lr,
   const double left = timed_steps > 0 ? run.timed / double(timed_steps) * double(o.steps - run.step) : -1;
   const StepReport report = {run.step, o.steps,       loss, norm,  lr,
                              seconds,  o.total_batch, left, flops, peak_flops};
-  if (!o.quiet) printf("%s", step_line(report).c_str());
+  show_step(run, report);
   log.write(step_event(run, report));
 }
 
@@ -296,10 +317,10 @@ void report_end(const Run<Model>& run, Log& log, double seconds) {
   const Options& o = run.options;
   if (run.step >= o.steps && !run.left_out) {
     log.write(Event("done").add("step", run.step).add("tokens", run.tokens).add("seconds", seconds));
-    printf("done   %zu steps in %s\n", run.step - run.first_step, duration_text(seconds).c_str());
+    print_lines(format("done   %zu steps in ", run.step - run.first_step) + duration_text(seconds) + "\n");
     return;
   }
-  printf("stopped at step %zu of %zu%s; go on with: %s --resume %s\n", run.step, o.steps,
-         run.left_out ? ", leaving out the validation or sample due there" : "",
-         shell_quote(run.program).c_str(), shell_quote(o.out).c_str());
+  const char* without = run.left_out ? ", leaving out the validation or sample due there" : "";
+  print_lines(format("stopped at step %zu of %zu%s; go on with: ", run.step, o.steps, without) +
+              shell_quote(run.program) + " --resume " + shell_quote(o.out) + "\n");
 }
