@@ -40,17 +40,19 @@ for program in "$@"; do
     continue
   fi
   while [ ! -e "$output.end" ] && kill -0 $all 2>/dev/null; do sleep 0.1; done
-  read -r status seconds < "$output.end"
+  status=none seconds=0
+  [ -e "$output.end" ] && read -r status seconds < "$output.end"
+  touch "$output.output"
   cat "$output.output"
   if [[ $(tail -n 1 "$output.output") =~ ^([0-9]+)\ passed,\ ([0-9]+)\ failed,\ ([0-9]+)\ skipped$ ]]; then
     passed=$((passed + BASH_REMATCH[1]))
     failed=$((failed + BASH_REMATCH[2]))
     skipped=$((skipped + BASH_REMATCH[3]))
     # Totals and exit status must tell the same story.
-    if [ "$status" -ne 0 ] && [ "${BASH_REMATCH[2]}" -eq 0 ]; then
+    if [ "$status" != 0 ] && [ "${BASH_REMATCH[2]}" -eq 0 ]; then
       echo "FAIL $program: exit status $status, though it counted no failure"
       failed=$((failed + 1))
-    elif [ "$status" -eq 0 ] && [ "${BASH_REMATCH[2]}" -ne 0 ]; then
+    elif [ "$status" = 0 ] && [ "${BASH_REMATCH[2]}" -ne 0 ]; then
       echo "note: $program failed, yet its exit status is 0"
     fi
   else
