@@ -827,6 +827,12 @@ __global__ void add_less_than_an_ulp(
     if (threadIdx.x == 0) d[i] = sum[0];
   }
 }
+__global__ void add_beyond_the_largest(float* d) {  // 2^127 + 2^127 - 2^127: the sum is infinite from there on
+  const unsigned a[4] = {0x7F007F00, 0, 0x00007F00, 0}, b = 0x3F803F80, minus_b = 0x0000BF80;
+  float sum[4] = {};
+  mma_m16n8k16(sum, a, b, minus_b);
+  if (threadIdx.x == 0) d[0] = sum[0];
+}
 __global__ void transpose_by_ldmatrix(uint16_t* out, const uint16_t* in) {  // four 8 x 8 matrices, one warp
   __shared__ __align__(16) uint16_t s[32 * 8];
   const int lane = int(threadIdx.x);
@@ -930,6 +936,12 @@ static void test_kernels() {
     launch(add_less_than_an_ulp, 1, 32, 0, 0, out.d);
     out.down();
     CHECK(out.h[0] == 1 && out.h[1] == -1);
+  });
+  TEST("mma: a sum beyond the largest float is infinite");
+  in_every_order([] {
+    Device<float> out(1);
+    launch(add_beyond_the_largest, 1, 32, 0, 0, out.d);
+    CHECK_EQ(out.down().h[0], INFINITY);
   });
   TEST("ldmatrix transposed");
   in_every_order([] {

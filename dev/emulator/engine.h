@@ -1,6 +1,5 @@
 // engine.h - what the emulator's own files share; programs never see it.
 #pragma once
-#include <cfenv>
 #include <cstdlib>
 #include <functional>
 #include <vector>
@@ -71,15 +70,7 @@ void parallel_for(size_t n, const std::function<void(size_t)>& f);  // f(0) .. f
 // tensor.cpp
 void commit_copies();
 void land_copies(int groups_in_flight);
-// While it lives, sums round towards zero, as in a tensor core (Fasi et al., Numerical behavior of NVIDIA
-// tensor cores, 2021). A card truncates sums of a few products, here every one: no card is less precise.
-struct Truncating {
-  const int before = fegetround();
-  explicit Truncating(bool on) {
-    if (on) fesetround(FE_TOWARDZERO);
-  }
-  ~Truncating() { fesetround(before); }
-};
+void truncated(const std::function<void()>& sums);
 // runtime.cpp
 void enqueue(Stream*, std::function<void()> work);  // done at once, or as late as the program allows
 void drain(Stream*);                                // do what is queued

@@ -46,14 +46,21 @@ static void gemm(bool ta, bool tb, float alpha, Matrix a, Matrix b, float beta, 
     std::vector<Strip> strips(K);  // of op(A): for each k its 32 rows, zeros beyond the last
     for (size_t k = 0; k < K; k++)
       for (size_t i = 0; i < rows; i++) strips[k][i] = ta ? load(a, k, i0 + i) : load(a, i0 + i, k);
-    const Truncating sums(a.type == CUDA_R_16BF);
-    for (size_t j = 0; j < n; j++) {
-      Strip sum = {};
-      for (size_t k = 0; k < K; k++)
-        for (size_t i = 0; i < 4; i++) sum.lanes[i] += strips[k].lanes[i] * columns[j * K + k];
-      for (size_t i = 0; i < rows; i++)  // where beta is 0, C may hold anything
-        store(d, i0 + i, j, beta == 0 ? alpha * sum[i] : alpha * sum[i] + beta * load(c, i0 + i, j));
-    }
+    std::vector<Strip> sums(n);
+    const auto add = [&] {
+      for (size_t j = 0; j < n; j++) {
+        Strip sum = {};
+        for (size_t k = 0; k < K; k++)
+          for (size_t i = 0; i < 4; i++) sum.lanes[i] += strips[k].lanes[i] * columns[j * K + k];
+        sums[j] = sum;
+      }
+    };
+    a.type == CUDA_R_16BF ? truncated(add) : add();
+    for (size_t j = 0; j < n; j++)
+      for (size_t i = 0; i < rows; i++) {  // where beta is 0, C may hold anything
+        const float sum = alpha * sums[j][i];
+        store(d, i0 + i, j, beta == 0 ? sum : sum + beta * load(c, i0 + i, j));
+      }
   });
 }
 }  // namespace emu

@@ -1,4 +1,6 @@
 // tensor.cpp - the instructions of the tensor cores and the asynchronous copies.
+#include <cfenv>
+
 #include "emulated_device.h"
 #include "engine.h"
 
@@ -28,6 +30,17 @@ void load_matrices(unsigned (&r)[4], const void* row, bool transpose, Site site)
   memcpy(r, mine.r, sizeof r);
 }
 
+// Sums round towards zero, as in a tensor core (Fasi et al., Numerical behavior of NVIDIA tensor cores, 2021).
+// A card truncates sums of a few products, here every one: no card is less precise. But where a card's sum
+// becomes infinite, one rounded towards zero stops at the largest float; then all are made again, to nearest.
+void truncated(const std::function<void()>& sums) {
+  feclearexcept(FE_OVERFLOW);
+  fesetround(FE_TOWARDZERO);
+  sums();
+  fesetround(FE_TONEAREST);
+  if (fetestexcept(FE_OVERFLOW)) sums();
+}
+
 struct Product {
   float* d;
   const unsigned* a;
@@ -44,13 +57,18 @@ void multiply_add(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b
         for (int i = 0; i < 4; i++) A[y + 8 * (i & 1)][x + 8 * (i >> 1)] = half_of(lane[l]->a[i], high);
         for (int i = 0; i < 2; i++) B[x + 8 * i][y] = half_of(lane[l]->b[i], high);
       }
-    const Truncating sums(true);
-    for (int y = 0; y < 16; y++) {
-      float row[8] = {};
-      for (int k = 0; k < 16; k++)
-        for (int x = 0; x < 8; x++) row[x] += A[y][k] * B[k][x];
-      for (int x = 0; x < 8; x++) lane[y % 8 * 4 + x / 2]->d[y / 8 * 2 + x % 2] += row[x];
-    }
+    const auto at = [&](int y, int x) -> float& { return lane[y % 8 * 4 + x / 2]->d[y / 8 * 2 + x % 2]; };
+    float D[16][8];
+    truncated([&] {
+      for (int y = 0; y < 16; y++) {
+        float row[8] = {};
+        for (int k = 0; k < 16; k++)
+          for (int x = 0; x < 8; x++) row[x] += A[y][k] * B[k][x];
+        for (int x = 0; x < 8; x++) D[y][x] = at(y, x) + row[x];
+      }
+    });
+    for (int y = 0; y < 16; y++)
+      for (int x = 0; x < 8; x++) at(y, x) = D[y][x];
   });
 }
 
