@@ -3,14 +3,18 @@
 
 The Python of dev/doc/rdattnres.md runs block by block, in order, in one process: each block is a case. Pages
 name tests, functions, files, flags and headings that exist. The two trainers have the same functions in the same
-order, so that two windows side by side scroll together.
+order, so that two windows side by side scroll together. The predicted step counts what the trainer's --profile counts.
 """
 import re
 import subprocess
 import sys
+import tempfile
 
-from check import case, finish, skip
+from check import Skip, case, finish, skip
 from pages import FOLDERS, PAGES, ROOT, Page
+
+sys.path.insert(0, str(ROOT / "dev/bench"))
+import step_model  # noqa: E402
 
 DOC = ROOT / "dev/doc/rdattnres.md"
 TRAINERS = [ROOT / "train_rdattnres_cpu.cpp", ROOT / "train_rdattnres.cu"]
@@ -42,6 +46,32 @@ def check_names(page, sources):
             assert known, f"names --{flag}, which no program has"
 
 
+def check_step_model(arch):
+    """Calls, bytes and the sizes of products, against those that the CUDA trainer states for a small step."""
+    trainer = ROOT / "build/train_emulated"
+    if not trainer.exists():
+        raise Skip(f"no {trainer.name}")
+    flags = {"layers": 3, "width": 64, "heads": 2, "ffn": 96, "block-size": 4, "context": 64, "vocab": 257, "batch": 2,
+             "total-batch": 256, "steps": 3, "warmup": 1, "val-every": 0, "val-tokens": 64, "sample-tokens": 0}
+    with tempfile.TemporaryDirectory() as out:
+        command = [trainer, f"--arch={arch}", f"--out={out}/run", "--profile=1"]
+        text = subprocess.check_output(command + [f"--{flag}={value}" for flag, value in flags.items()], text=True)
+    stated = {}
+    row = r"^ *(\d+) +- +- +([\d.]+|-) +- +[\d.-]+ +- +(\w+)(?: (\d+) x (\d+) x (\d+))?$"
+    for calls, megabytes, name, *sizes in re.findall(row, text, re.M):
+        M, N, K = (int(size or 0) for size in sizes)
+        total = stated.setdefault(name, [0, 0, 0])
+        total[0] += int(calls)
+        total[1] += float(megabytes.replace("-", "0"))
+        total[2] += 2 * int(calls) * M * N * K
+    for name, (calls, moved, flops) in step_model.count_step(flags, arch)[0].items():
+        got = stated[name]
+        assert got[0] == calls or name == "adamw", f"{name}: {got[0]} calls, predicted {calls}"
+        close = abs(got[1] - moved / 1e6) < 0.02 * got[1] + 0.005  # printed to 0.01; vectors are left out
+        assert close or got[1] == 0, f"{name}: {got[1]} MB, predicted {moved / 1e6}"
+        assert got[2] in (0, flops), f"{name}: {got[2]} operations, predicted {flops}"
+
+
 if __name__ == "__main__":
     try:
         import numpy  # noqa: F401
@@ -63,6 +93,14 @@ if __name__ == "__main__":
     for page in map(Page, PAGES):
         with case(f"{page.name}: what it links to and the files and flags it names exist"):
             check_names(page, text)
+    cuda = Page(ROOT / "dev/cuda/README.md")
+    for command in re.findall("python3 (.*step_model.py.*)", "\n".join(block.text for block in cuda.blocks)):
+        with case(f"{cuda.name}: the table is what {command} prints"):
+            table = subprocess.check_output([sys.executable, *command.split()], cwd=ROOT, text=True)
+            assert table in cuda.path.read_text(), "the page has another table"
+    for arch in step_model.ARCHS:
+        with case(f"step_model.py counts what --profile of the CUDA trainer counts, {arch}"):
+            check_step_model(arch)
     with case("both trainers: the same functions in the same order"):
         cpu, gpu = map(definitions, TRAINERS)
         shared = [name for name in cpu if name in gpu]
