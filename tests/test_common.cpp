@@ -19,6 +19,11 @@
 #include "tests/check.h"
 #include "tests/child.h"
 
+// What was made and what it should be.
+static void check_texts(const std::vector<std::pair<std::string, std::string>>& texts) {
+  for (const auto& text : texts) CHECK_EQ(text.first, text.second);
+}
+
 // ---- errors.h ------------------------------------------------------------------------------------------
 
 static void test_check() {
@@ -30,27 +35,17 @@ static void test_check() {
   CHECK_EQ(failed.status, 7);
   CHECK_EQ(failed.out, "before");
   CHECK_EQ(failed.err, "error: thing: got 5 second line\n");
-  fatal_throws = true;
-  try {
-    fatal(2, "caught");
-  } catch (const Fatal& error) {
-    CHECK(error.exit_code == 2 && error.message == "caught");
-  }
-  fatal_throws = false;
 
   TEST("sizes that do not fit in 64 bits are refused, not wrapped");
   const size_t big = size_t(1) << 32;
   CHECK_EQ(checked_mul(big - 1, big + 1, "x"), SIZE_MAX);
-  CHECK_EQ(checked_mul(0, SIZE_MAX, "x"), 0u);
   CHECK(refuses(in_child([&] { checked_mul(big, big, "w_gate"); }), 1,
                 "w_gate: 4294967296 * 4294967296 does not fit in 64 bits"));
-  CHECK(refuses(in_child([&] { checked_add(SIZE_MAX, 1, "sum"); }), 1,
-                "sum: 18446744073709551615 + 1 does not fit in 64 bits"));
-  CHECK(refuses(in_child([&] { alloc_array<float>(SIZE_MAX / 2, "acts"); }), 1,
-                "acts: 9223372036854775807 * 4 does not fit in 64 bits"));
+  CHECK(
+      refuses(in_child([&] { checked_add(SIZE_MAX, 1, "sum"); }), 1, "sum: 18446744073709551615 + 1 does not"));
 
   TEST("memory: aligned, writable to the end, refused when there is too little");
-  for (size_t n : {size_t(0), size_t(1), size_t(17), size_t(100000)}) {
+  for (size_t n : {0, 17}) {
     float* memory = alloc_array<float>(n, "test");
     CHECK_EQ(reinterpret_cast<uintptr_t>(memory) % 64, 0u);
 #ifdef FILL_NAN
@@ -77,10 +72,10 @@ static void test_check() {
     if (!CHECK(!parse_double(bad, &x))) printf("     '%s'\n", bad);
 
   TEST("numbers to text and back: exactly the same, as short as may be");
-  CHECK_EQ(number_text(0.1), "0.1");
-  CHECK_EQ(number_text(0.1f), "0.1");
-  CHECK_EQ(number_text(1.0 / 3), "0.3333333333333333");
-  CHECK_EQ(number_text(6e-4), "0.0006");
+  check_texts({{number_text(0.1), "0.1"},
+               {number_text(0.1f), "0.1"},
+               {number_text(1.0 / 3), "0.3333333333333333"},
+               {number_text(6e-4), "0.0006"}});
   for (uint64_t i = 0; i < 20000; i++) {
     const Random4 r = philox(5, STREAM_TEST, i);
     double d;
@@ -90,39 +85,30 @@ static void test_check() {
     if (std::isfinite(d)) CHECK(strtod(number_text(d).c_str(), nullptr) == d);
     if (std::isfinite(f)) CHECK(strtof(number_text(f).c_str(), nullptr) == f);
   }
-  CHECK_EQ(human_bytes(0), "0 B");
-  CHECK_EQ(human_bytes(1023), "1023 B");
-  CHECK_EQ(human_bytes(1536), "1.5 KiB");
-  CHECK_EQ(human_bytes((size_t(1) << 30) - 1), "1.0 GiB");
-  CHECK_EQ(human_bytes(SIZE_MAX), "16.0 EiB");
-  CHECK_EQ(human_count(0), "0");
-  CHECK_EQ(human_count(999), "999");
-  CHECK_EQ(human_count(119800512), "119.8M");
-  CHECK_EQ(human_count(999950), "1.000M");
-  CHECK_EQ(human_count(1e13), "10.00T");
-  CHECK_EQ(human_count(417999, 3), "418k");
+  check_texts({{human_bytes(0), "0 B"},
+               {human_bytes(1023), "1023 B"},
+               {human_bytes(1536), "1.5 KiB"},
+               {human_bytes((size_t(1) << 30) - 1), "1.0 GiB"},
+               {human_bytes(SIZE_MAX), "16.0 EiB"},
+               {human_count(0), "0"},
+               {human_count(119800512), "119.8M"},
+               {human_count(999950), "1.000M"},
+               {human_count(1e13), "10.00T"},
+               {human_count(417999, 3), "418k"}});
 }
 
 // ---- random.h ------------------------------------------------------------------------------------------
 
 static void test_random() {
   TEST("Philox4x32-10: the three vectors its authors published");
-  const struct {
-    uint64_t key, hi, lo;
-    uint32_t want[4];
-  } vectors[] = {
-      {0, 0, 0, {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}},
-      {UINT64_MAX, UINT64_MAX, UINT64_MAX, {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}},
-      {0x299f31d0a4093822,
-       0x0370734413198a2e,
-       0x85a308d3243f6a88,
-       {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}},
+  const std::pair<Random4, Random4> vectors[] = {
+      {philox(0, 0, 0), {{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}}},
+      {philox(-1, -1, -1), {{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}}},
+      {philox(0x299f31d0a4093822, 0x0370734413198a2e, 0x85a308d3243f6a88),
+       {{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}}},
   };
-  for (const auto& v : vectors) {
-    const Random4 got = philox(v.key, v.hi, v.lo);
-    printf("     %08x %08x %08x %08x\n", got.x[0], got.x[1], got.x[2], got.x[3]);
-    for (int i = 0; i < 4; i++) CHECK_EQ(got.x[i], v.want[i]);
-  }
+  for (const auto& vector : vectors)
+    for (int i = 0; i < 4; i++) CHECK_EQ(vector.first.x[i], vector.second.x[i]);
 
   TEST("a number depends on seed, stream and place, and on nothing else");
   const float first = normal(1, STREAM_INIT, 5);
@@ -136,17 +122,13 @@ static void test_random() {
   TEST("uniform: in [0, 1), evenly spread");
   const size_t n = 1000000;
   std::vector<int> counts(100);
-  double smallest = 1, largest = 0;
   for (size_t i = 0; i < n; i++) {
     const double u = uniform(3, STREAM_TEST, i);
-    smallest = std::min(smallest, u), largest = std::max(largest, u);
-    counts[size_t(u * 100)]++;
+    if (CHECK(u >= 0 && u < 1)) counts[size_t(u * 100)]++;
   }
   double chi_squared = 0;
   for (int count : counts) chi_squared += (count - n / 100.0) * (count - n / 100.0) / (n / 100.0);
-  printf("     from %g to 1 - %g, chi squared %.1f, expected 99 +- 14\n", smallest, 1 - largest, chi_squared);
-  CHECK(smallest >= 0 && largest < 1);
-  CHECK_CLOSE(chi_squared, 99, 4 * 14.1);
+  CHECK_CLOSE(chi_squared, 99, 4 * 14.1);  // four standard deviations
   CHECK(unit_interval(UINT32_MAX, UINT32_MAX) < 1 && unit_interval(0, 0) == 0);
 
   TEST("normal: mean, variance, skewness, tails, neighbours unrelated");
@@ -158,8 +140,6 @@ static void test_random() {
     beyond2 += std::fabs(x) > 2;
     before = x;
   }
-  printf("     mean %.4f, variance %.4f, skewness %.4f, correlation %.4f, beyond 2 sigma %.3f%%\n", sum / n,
-         squares / n, cubes / n, products / n, 100.0 * double(beyond2) / n);
   CHECK_CLOSE(sum / n, 0, 4e-3);  // four standard errors each
   CHECK_CLOSE(squares / n, 1, 4 * 1.42e-3);
   CHECK_CLOSE(cubes / n, 0, 4 * 3.9e-3);
@@ -167,23 +147,19 @@ static void test_random() {
   CHECK_CLOSE(double(beyond2) / n, 0.0455, 4 * 2.1e-4);
 
   TEST("permute: every n up to 300, and some larger, is a permutation; epochs differ");
-  for (uint64_t size = 1; size <= 300; size++) {
-    std::vector<bool> seen(size);
-    for (uint64_t i = 0; i < size; i++) seen[permute(1, size, size, i)] = true;
-    CHECK_EQ(std::count(seen.begin(), seen.end(), true), std::ptrdiff_t(size));
-  }
-  for (uint64_t size : {4096, 4097, 65535, 100003}) {
+  std::vector<uint64_t> sizes = {4096, 4097, 65535, 100003};
+  for (uint64_t size = 1; size <= 300; size++) sizes.push_back(size);
+  for (uint64_t size : sizes) {
     std::vector<bool> seen(size);
     size_t fixed = 0, same = 0;
     for (uint64_t i = 0; i < size; i++) {
       const uint64_t p = permute(1, 0, size, i);
-      seen[p] = true;
+      if (CHECK(p < size)) seen[p] = true;
       fixed += p == i;
       same += p == permute(1, 1, size, i);
     }
-    printf("     n = %d: %zu where they were, %zu where the next epoch has them\n", int(size), fixed, same);
     CHECK_EQ(std::count(seen.begin(), seen.end(), true), std::ptrdiff_t(size));
-    CHECK(fixed < 10 && same < 10);
+    if (size > 300) CHECK(fixed < 10 && same < 10);
   }
   const uint64_t huge = (uint64_t(1) << 40) + 12345;
   std::vector<uint64_t> far;
@@ -200,7 +176,6 @@ static void test_schedule() {
   TEST("schedule: first step, warm-up, peak, middle, last step, past the end");
   const size_t steps = 1001, warmup = 100;
   const auto rate = [&](size_t step) { return learning_rate(step, steps, warmup, lr, ratio); };
-  for (size_t step : {0, 50, 99, 100, 549, 550, 1000, 5000}) printf("     step %4zu: %.9e\n", step, rate(step));
   CHECK_CLOSE(rate(0), lr / 100, 1e-18);  // never 0
   CHECK_CLOSE(rate(49), lr / 2, 1e-18);
   CHECK_EQ(rate(99), lr);
@@ -214,22 +189,18 @@ static void test_schedule() {
   for (size_t step = 1; step < 1100; step++)
     CHECK(step < 100 ? rate(step) > rate(step - 1) : rate(step) <= rate(step - 1));
 
-  TEST("schedule: no warm-up, one step, warm-up as long as the run or longer, no steps");
-  CHECK_EQ(learning_rate(0, 10, 0, lr, ratio), lr);
-  CHECK_CLOSE(learning_rate(9, 10, 0, lr, ratio), lr * ratio, 1e-18);
-  CHECK_EQ(learning_rate(0, 1, 0, lr, ratio), lr);
-  CHECK_EQ(learning_rate(0, 1, 1, lr, ratio), lr);
-  CHECK_EQ(learning_rate(9, 10, 10, lr, ratio), lr);
-  CHECK_CLOSE(learning_rate(4, 10, 20, lr, ratio), lr / 4, 1e-18);
-  CHECK_CLOSE(learning_rate(0, 0, 0, lr, ratio), lr, 1e-18);
-  CHECK_CLOSE(learning_rate(7, 0, 0, lr, ratio), lr * ratio, 1e-18);
-  CHECK_EQ(learning_rate(5, 10, 2, lr, 1), lr);
-
-  TEST("schedule: a million million steps");
+  TEST("schedule: no warm-up, one step, warm-up for the whole run or longer, no steps, 10^12 steps");
   const size_t many = 1000000000000;
-  CHECK_CLOSE(learning_rate(many / 2, many, 0, lr, 0), lr / 2, 1e-12);
+  const struct {
+    size_t step, steps, warmup;
+    double ratio, want;
+  } cases[] = {
+      {0, 10, 0, 0.1, lr},  {9, 10, 0, 0.1, lr * 0.1},      {0, 1, 0, 0.1, lr},        {0, 1, 1, 0.1, lr},
+      {9, 10, 10, 0.1, lr}, {4, 10, 20, 0.1, lr / 4},       {0, 0, 0, 0.1, lr},        {7, 0, 0, 0.1, lr * 0.1},
+      {5, 10, 2, 1, lr},    {many / 2, many, 0, 0, lr / 2}, {many - 1, many, 0, 0, 0},
+  };
+  for (const auto& c : cases) CHECK_CLOSE(learning_rate(c.step, c.steps, c.warmup, lr, c.ratio), c.want, 1e-12);
   CHECK(learning_rate(many - 1000000, many, 0, lr, 0) > 0);
-  CHECK_EQ(learning_rate(many - 1, many, 0, lr, 0), 0.0);
 }
 
 // ---- sampler.h -----------------------------------------------------------------------------------------
@@ -254,10 +225,7 @@ static std::vector<double> softmax(const std::vector<float>& logits, double temp
   return p;
 }
 static void check_shares(const std::vector<double>& got, const std::vector<double>& want) {
-  double worst = 0;
-  for (size_t i = 0; i < got.size(); i++) worst = std::max(worst, std::fabs(got[i] - want[i]));
-  printf("     largest difference of a share %.1e, allowed 1e-4\n", worst);
-  CHECK(worst < 1e-4);
+  for (size_t i = 0; i < got.size(); i++) CHECK_CLOSE(got[i], want[i], 1e-4);
 }
 
 static void test_sampler() {
@@ -269,11 +237,9 @@ static void test_sampler() {
   TEST("sampler: top-k keeps the k most likely, the lower token first among equals");
   check_shares(shares(logits, 1, 3, 1), softmax(logits, 1, {1, 3, 4}));
   check_shares(shares(logits, 1, 1, 1), {0, 1, 0, 0, 0, 0});
-  check_shares(shares(logits, 1, 6, 1), softmax(logits, 1, all));
   check_shares(shares(logits, 1, 1000, 1), softmax(logits, 1, all));
   TEST("sampler: top-p keeps the fewest that hold p");
   const std::vector<double> p = softmax(logits, 1, all);  // 0.083 0.371 0.018 0.371 0.137 0.003 about
-  printf("     p = %.3f %.3f %.3f %.3f %.3f %.3f\n", p[0], p[1], p[2], p[3], p[4], p[5]);
   check_shares(shares(logits, 1, 0, p[1] - 0.01), {0, 1, 0, 0, 0, 0});
   check_shares(shares(logits, 1, 0, p[1] + 0.01), softmax(logits, 1, {1, 3}));
   check_shares(shares(logits, 1, 0, 2 * p[1] + 0.01), softmax(logits, 1, {1, 3, 4}));
@@ -289,18 +255,16 @@ static void test_sampler() {
   for (float size : {1e4f, huge}) {
     check_shares(shares({-size, size, 0, -size}, 1, 0, 1), {0, 1, 0, 0});
     check_shares(shares({size, size, -size, size}, 1, 0, 1), {1.0 / 3, 1.0 / 3, 0, 1.0 / 3});
-    check_shares(shares({-size, -size}, 1, 0, 1), {0.5, 0.5});
     check_shares(shares({-size, -size}, 1, 0, 0.7), {0.5, 0.5});
     check_shares(shares({-size, size, -size}, 1e-3, 2, 0.9), {0, 1, 0});
   }
   check_shares(shares({1e4f, 1e4f + 1}, 1, 0, 1), softmax({0, 1}, 1, {0, 1}));
 
-  TEST("sampler: the ends of u, one token, a token of probability 0 is never drawn");
+  TEST("sampler: the ends of u; a token of probability 0 is never drawn");
   CHECK_EQ(sample_token(logits.data(), 6, 1, 0, 1, 0), 0);
   CHECK_EQ(sample_token(logits.data(), 6, 1, 0, 1, 1 - 0x1p-53), 5);
-  CHECK_EQ(sample_token(logits.data(), 1, 1, 0, 1, 0.7), 0);
-  const std::vector<float> zero_first = {-1e4f, 0};
-  CHECK_EQ(sample_token(zero_first.data(), 2, 1, 0, 1, 0), 1);
+  const float zero_first[] = {-1e4f, 0};
+  CHECK_EQ(sample_token(zero_first, 2, 1, 0, 1, 0), 1);
 }
 
 // ---- text.h, log.h -------------------------------------------------------------------------------------
@@ -323,41 +287,14 @@ static void test_json() {
   CHECK_EQ(JsonParser::parse(std::string(32, '[') + std::string(32, ']'), &json), "");
 
   TEST("JSON: what is refused");
-  for (const char* bad : {"",
-                          " ",
-                          "{",
-                          "}",
-                          "[",
-                          "[1,]",
-                          "[1 2]",
-                          "1 2",
-                          "tru",
-                          "nul",
-                          "NaN",
-                          "-",
-                          "1.2.3",
-                          "0x10",
-                          R"({"a"})",
-                          R"({"a":})",
-                          R"({"a":1,})",
-                          R"({a:1})",
-                          R"({"a":1 "b":2})",
-                          R"({"a":1,"a":2})",
-                          R"(")",
-                          R"("a)",
-                          R"("\)",
-                          R"("\x")",
-                          R"("\u12")",
-                          R"("\u12g4")",
-                          R"("\ud83d")",
-                          R"("\ude00")",
-                          R"("\ud83d\u0041")",
-                          "\"\n\""}) {
-    Json value;
-    const std::string error = JsonParser::parse(bad, &value);
-    if (!CHECK(error.compare(0, 16, "bad JSON at byte") == 0)) printf("     %s: '%s'\n", bad, error.c_str());
-  }
+  std::istringstream texts(R"(|{|}|[|[1,]|[1 2]|1 2|tru|nul|NaN|-|1.2.3|0x10|{"a"}|{"a":}|{"a":1,}|{a:1})"
+                           R"(|{"a":1 "b":2}|{"a":1,"a":2}|"|"a|"\|"\x"|"\u12"|"\u12g4"|"\ud83d"|"\ude00")"
+                           R"(|"\ud83d\u0041")");
   Json value;
+  for (std::string bad; std::getline(texts, bad, '|');)
+    if (!CHECK_EQ(JsonParser::parse(bad, &value).substr(0, 16), "bad JSON at byte"))
+      printf("     %s\n", bad.c_str());
+  CHECK_EQ(JsonParser::parse("\"\n\"", &value), "bad JSON at byte 1: control character in a string");
   CHECK_EQ(JsonParser::parse(std::string("1\0", 2), &value), "bad JSON at byte 1: more text after the value");
   CHECK_EQ(JsonParser::parse(std::string("\"a\0\"", 4), &value),
            "bad JSON at byte 2: control character in a string");
@@ -378,10 +315,8 @@ static void test_json() {
 static std::vector<Json> read_log(const std::string& path) {
   std::vector<Json> events;
   std::istringstream lines(read_file(path));
-  for (std::string line; std::getline(lines, line);) {
-    events.emplace_back();
-    CHECK_EQ(JsonParser::parse(line, &events.back()), "");
-  }
+  for (std::string line; std::getline(lines, line);)
+    CHECK_EQ(JsonParser::parse(line, &events.emplace_back()), "");
   return events;
 }
 
@@ -392,11 +327,8 @@ static void test_log() {
   const size_t n = 500;
   {
     Log log(folder.path);
-    for (size_t i = 0; i < n; i++) {
-      const float loss = normal(1, STREAM_TEST, i);
-      const double norm = uniform(2, STREAM_TEST, i);
-      log.write(Event("step").add("step", i).add("loss", loss).add("norm", norm));
-    }
+    for (size_t i = 0; i < n; i++)
+      log.write(Event("step").add("loss", normal(1, STREAM_TEST, i)).add("norm", uniform(2, STREAM_TEST, i)));
     log.write(Event("val").add("step", n).add("loss", NAN).add("norm", HUGE_VAL).add("text", "a\n\"b\""));
     log.write(Event("routes").add("qk", std::vector<std::vector<double>>{{1}, {0.1, 0.9}, {}}));
   }
@@ -406,11 +338,9 @@ static void test_log() {
     CHECK_EQ(strtof(events[i].find("loss")->text.c_str(), nullptr), normal(1, STREAM_TEST, i));
     CHECK_EQ(strtod(events[i].find("norm")->text.c_str(), nullptr), uniform(2, STREAM_TEST, i));
   }
-  CHECK(events[n].find("loss")->type == Json::null && events[n].find("norm")->type == Json::null);
-  CHECK_EQ(events[n].find("text")->text, "a\n\"b\"");
-  CHECK_EQ(events[n].find("event")->text, "val");
-  const Json* qk = events[n + 1].find("qk");
-  CHECK(qk->values.size() == 3 && qk->values[1].values[1].text == "0.9" && qk->values[2].values.empty());
+  CHECK(read_file(path).find(
+            "\n{\"event\":\"val\",\"step\":500,\"loss\":null,\"norm\":null,\"text\":\"a\\n\\\"b\\\"\"}\n"
+            "{\"event\":\"routes\",\"qk\":[[1],[0.1,0.9],[]]}\n") != std::string::npos);
 
   TEST("log: resuming drops later events, the end of the run, a torn line and rubbish; a new run starts empty");
   {
@@ -421,26 +351,20 @@ static void test_log() {
   }
   const std::string rubbish = "rubbish\n[1]\n{\"event\":\"step\",\"step\":\"x\"}\n", torn = "{\"step\":3";
   write_file(path, read_file(path) + rubbish + torn);
-  {
-    Log log(folder.path, 5);
-    log.write(Event("step").add("step", 6).add("again", 1));
-  }
+  Log(folder.path, 5).write(Event("step").add("step", 6).add("again", 1));
   events = read_log(path);
   CHECK_EQ(events.size(), 7u);
   CHECK_EQ(events[0].find("event")->text, "config");
   for (size_t i = 1; i <= 6; i++) CHECK_EQ(events[i].find("step")->text, std::to_string(i));
-  CHECK(events[6].find("again") != nullptr);
-  CHECK(!std::filesystem::exists(path + ".tmp"));
+  CHECK(events[6].find("again") && !std::filesystem::exists(path + ".tmp"));
   std::filesystem::create_directory(folder / "new");
-  { Log log(folder / "new", 5); }
-  CHECK_EQ(read_file(folder / "new/log.jsonl"), "");
+  Log(folder / "new", 5);
+  CHECK(std::filesystem::is_empty(folder / "new/log.jsonl"));
 
   TEST("log: no folder, no room for any of a line, room for a part of it: refused, with the file named");
   CHECK(refuses(in_child([&] { Log log(folder / "none"); }), 1, "none/log.jsonl: cannot open: No such file"));
-  const std::string kept = "{\"event\":\"step\",\"step\":1}\n";
-  std::string long_log;
-  // Longer than what the child prints, which has the same limit.
-  while (long_log.size() < 10000) long_log += kept;
+  std::string long_log;  // longer than what the child prints, which has the same limit
+  while (long_log.size() < 10000) long_log += "{\"event\":\"step\",\"step\":1}\n";
   write_file(folder / "new/log.jsonl", long_log);
   const auto limited = [&](size_t more) {
     return in_child([&] {
@@ -475,55 +399,45 @@ static void test_flops() {
   // Dense multiply-adds of bf16 a clock and multiprocessor, summed in float32; multiprocessors; highest clock.
   // Makers round, and state some cards below their highest clock: 7%. A figure with sparsity, or of half sums,
   // is off by 2.
-  struct Chip {
+  const struct {
     const char* name;
     double per_clock, count, mhz;
-  };
-  const Chip chips[] = {{"NVIDIA A100-SXM4-40GB", 1024, 108, 1410},
-                        {"NVIDIA A100-SXM4-80GB", 1024, 108, 1410},
-                        {"NVIDIA A100-PCIE-40GB", 1024, 108, 1410},
-                        {"NVIDIA A100 80GB PCIe", 1024, 108, 1410},
-                        {"NVIDIA A10", 512, 72, 1695},
-                        {"NVIDIA RTX A6000", 512, 84, 1800},
-                        {"NVIDIA GeForce RTX 3090", 256, 82, 1695},
-                        {"NVIDIA GeForce RTX 4090", 256, 128, 2520},
-                        {"NVIDIA L4", 512, 58, 2040},
-                        {"NVIDIA L40S", 512, 142, 2520},
-                        {"NVIDIA H100 PCIe", 2048, 114, 1620},
-                        {"NVIDIA H100 80GB HBM3", 2048, 132, 1830},
-                        {"NVIDIA H200", 2048, 132, 1830},
-                        {"NVIDIA GeForce RTX 5090", 256, 170, 2407},
-                        {"NVIDIA B200", 4096, 148, 1965}};
+  } chips[] = {{"NVIDIA A100-SXM4-40GB", 1024, 108, 1410},
+               {"NVIDIA A100-SXM4-80GB", 1024, 108, 1410},
+               {"NVIDIA A100-PCIE-40GB", 1024, 108, 1410},
+               {"NVIDIA A100 80GB PCIe", 1024, 108, 1410},
+               {"NVIDIA A10", 512, 72, 1695},
+               {"NVIDIA RTX A6000", 512, 84, 1800},
+               {"NVIDIA GeForce RTX 3090", 256, 82, 1695},
+               {"NVIDIA GeForce RTX 4090", 256, 128, 2520},
+               {"NVIDIA L4", 512, 58, 2040},
+               {"NVIDIA L40S", 512, 142, 2520},
+               {"NVIDIA H100 PCIe", 2048, 114, 1620},
+               {"NVIDIA H100 80GB HBM3", 2048, 132, 1830},
+               {"NVIDIA H200", 2048, 132, 1830},
+               {"NVIDIA GeForce RTX 5090", 256, 170, 2407},
+               {"NVIDIA B200", 4096, 148, 1965}};
   CHECK_EQ(std::size(chips), std::size(CARDS));
-  for (const Chip& chip : chips) {
+  for (const auto& chip : chips) {
     const Card* card = find_card(chip.name);
     if (!CHECK(card != nullptr)) continue;
     const double counted = 2 * chip.per_clock * chip.count * chip.mhz * 1e6 / 1e12;
     printf("     %-24s %7.1f TFLOP/s, counted %7.1f   %s\n", card->name, card->tflops, counted, card->source);
     CHECK_CLOSE(card->tflops, counted, 0.07 * counted);
-    CHECK(find_card(chip.name) == card && std::string(card->source).size() > 10);
   }
-
-  TEST("cards: full names only, none is guessed");
-  for (const char* name :
-       {"", "NVIDIA", "NVIDIA A10G", "NVIDIA H100", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H200 NVL"})
-    CHECK(find_card(name) == nullptr);
+  for (const char* part : {"", "NVIDIA A10G", "NVIDIA H100", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"})
+    CHECK(find_card(part) == nullptr);
 }
 
 static void test_report() {
   TEST("the step line");
   StepReport r = {7, 1000, 7.1234, 1.234, 6e-4, 0.312, 130416, 130};
-  std::string line = step_line(r);
-  printf("     %s", line.c_str());
-  CHECK_EQ(line, "step    7/1000 | loss 7.1234 | norm 1.234 | lr 6.00e-04 | 312 ms | 418k tok/s | eta 2m10s\n");
+  const std::string start = "step    7/1000 | loss 7.1234 | norm 1.234 | lr 6.00e-04 | 312 ms";
+  CHECK_EQ(step_line(r), start + " | 418k tok/s | eta 2m10s\n");
   r.flops = 0.41 * 989e12 * 0.312, r.peak_flops = 989e12;
-  line = step_line(r);
-  printf("     %s", line.c_str());
-  CHECK_EQ(line,
-           "step    7/1000 | loss 7.1234 | norm 1.234 | lr 6.00e-04 | 312 ms | 41% of 989 TFLOP/s"
-           " | 418k tok/s | eta 2m10s\n");
+  CHECK_EQ(step_line(r), start + " | 41% of 989 TFLOP/s | 418k tok/s | eta 2m10s\n");
   r.peak_flops = 0;
-  CHECK(step_line(r).find(" | 312 ms | n/a of peak | 418k tok/s") != std::string::npos);
+  CHECK_EQ(step_line(r), start + " | n/a of peak | 418k tok/s | eta 2m10s\n");
   r = {1000, 1000, 1.0, 0.5, 1e-5, 0.0021, 64, -1};
   CHECK_EQ(step_line(r), "step 1000/1000 | loss 1.0000 | norm 0.500 | lr 1.00e-05 | 2.1 ms | 30.5k tok/s\n");
 
@@ -539,21 +453,17 @@ static void test_report() {
   Config paper;
   paper.L = 16, paper.C = 576, paper.NH = 9, paper.F = 2880, paper.S = 4, paper.T = 1024, paper.V = 32768;
   // 6 for each of 119,734,272 weights; 3 x 16 x 4 x 576 x 512.5; 3 x 4 x 576 for each of 257 sources read
-  const std::string cost = arithmetic_table(paper, Options(), 0, "");
-  printf("%s", cost.c_str());
-  CHECK(cost.find("arithmetic  776,860,416 FLOP a token: matrices 92.5%, attention 7.3%, routes 0.2%\n") == 0);
+  CHECK(arithmetic_table(paper, Options(), 0, "")
+            .find("arithmetic  776,860,416 FLOP a token: matrices 92.5%, attention 7.3%, routes 0.2%\n") == 0);
 
   TEST("durations and long numbers");
-  CHECK_EQ(duration_text(0.4), "0s");
-  CHECK_EQ(duration_text(59.6), "1m00s");
-  CHECK_EQ(duration_text(130), "2m10s");
-  CHECK_EQ(duration_text(3 * 3600 + 5 * 60), "3h05m");
-  CHECK_EQ(duration_text(86400 * 2 + 4 * 3600), "2d04h");
-  CHECK_EQ(duration_text(NAN), "?");
-  CHECK_EQ(with_commas(0), "0");
-  CHECK_EQ(with_commas(999), "999");
-  CHECK_EQ(with_commas(1000), "1,000");
-  CHECK_EQ(with_commas(1234567890), "1,234,567,890");
+  check_texts({{duration_text(0.4), "0s"},
+               {duration_text(59.6), "1m00s"},
+               {duration_text(3 * 3600 + 5 * 60), "3h05m"},
+               {duration_text(86400 * 2 + 4 * 3600), "2d04h"},
+               {duration_text(NAN), "?"},
+               {with_commas(999), "999"},
+               {with_commas(1234567890), "1,234,567,890"}});
 
   TEST("right answers: a line on the way, a table at the end; both tell apart what the last sentence tells");
   StoryMarks marks;
@@ -568,7 +478,6 @@ static void test_report() {
            "answers step 100 | told in the last sentence 100% of 3"
            " | looking back 40% of 5, latest name 40%\n");
   const std::string table = answers_table(marks, 7);
-  printf("%s", table.c_str());
   for (const char* row : {"answers in 7 held-out stories     asked    right   best guess   latest name\n",
                           "  told in the last sentence       3     100%          100%           100%\n",
                           "  where a thing is                0       0%            0%             0%\n",
@@ -584,9 +493,7 @@ static void test_report() {
   stats.v = {{4}, {2, 2}, {4, 0}};
   stats.js_nats = {0, 4 * 0.0123, 4 * NATS_PER_BIT};
   stats.divide(4);
-  const std::string picture = route_picture(c, stats);
-  printf("%s", picture.c_str());
-  CHECK_EQ(picture,
+  CHECK_EQ(route_picture(c, stats),
            "depth routes    E     B1    part    JS nats   bits\n"
            "  layer  0  QK   \u2588100                0.0000 0.0000\n"
            "            V    \u2588100\n"
@@ -602,20 +509,18 @@ static void test_report() {
   CHECK_EQ(route_picture(c, stats), "");
 
   TEST("the tables at the start: every setting once, a star at those given; exact counts; sums");
-  Options o;
   char program[] = "t", flag[] = "--seed=3";
   char* argv[] = {program, flag};
-  o = parse_flags(2, argv, Device::cpu);
-  const Config config = config_from(o, 257);
+  Options o = parse_flags(2, argv, Device::cpu);
   const std::string settings = settings_table(o);
   for (const Flag& f : flag_table()) {
     const std::string cell = format(" %c%-17s", o.given.count(f.name) ? '*' : ' ', f.name);
     const bool shown = settings.find(cell) != std::string::npos;
     if (!CHECK_EQ(shown, available(f, Device::cpu))) printf("     %s\n", f.name);
   }
-  const std::string model = model_table(config);
-  printf("%s", model.c_str());
-  CHECK(model.find("parameters  " + with_commas(count_params(config).total) + " (") != std::string::npos);
+  const Config config = config_from(o, 257);
+  const std::string parameters = "parameters  " + with_commas(count_params(config).total) + " (";
+  CHECK(model_table(config).find(parameters) != std::string::npos);
   CHECK_EQ(memory_table({{"parameters", 1536}, {"activations", 512}}),
            "memory\n  parameters                   1.5 KiB\n  activations                    512 B\n"
            "  together                     2.0 KiB\n");
