@@ -53,21 +53,15 @@ static void write_tensors(const std::string& path, const std::vector<Tensor>& te
   checkpoint_write(path, metadata, list);
 }
 
-static std::vector<float> read_tensor(const Checkpoint& checkpoint, const Tensor& t) {
-  std::vector<float> data(t.data.size());
-  size_t next = 0;  // chunks come in order, without gaps
-  checkpoint.read(t.name, t.shape, [&](size_t offset, size_t n, const float* chunk) {
-    CHECK_EQ(offset, next);
-    CHECK(offset + n <= data.size());
-    memcpy(&data[offset], chunk, n * sizeof(float));
-    next = offset + n;
-  });
-  CHECK_EQ(next, data.size());
-  return data;
-}
+// Every bit of these tensors is in the checkpoint; its chunks come in order, without gaps.
 static bool holds(const Checkpoint& checkpoint, const std::vector<Tensor>& tensors) {
   for (const Tensor& t : tensors) {
-    const std::vector<float> data = read_tensor(checkpoint, t);
+    std::vector<float> data;
+    checkpoint.read(t.name, t.shape, [&](size_t offset, size_t n, const float* chunk) {
+      CHECK_EQ(offset, data.size());
+      data.insert(data.end(), chunk, chunk + n);
+    });
+    if (!CHECK_EQ(data.size(), t.data.size())) return false;
     if (memcmp(data.data(), t.data.data(), data.size() * sizeof(float)) != 0) return false;
   }
   return true;
@@ -105,43 +99,33 @@ static void test_round_trip(const Scratch& folder) {
   CHECK_EQ(checkpoint.metadata.at("format_version"), std::string(CHECKPOINT_FORMAT));
   CHECK_EQ(checkpoint.metadata.size(), metadata.size() + 2);
   CHECK_EQ(checkpoint.tensors.size(), 3u);
-  CHECK(checkpoint.has("model.wo") && !checkpoint.has("model.wv"));
-  CHECK_EQ(checkpoint.data % 64, 0u);
-  printf("     %zu bytes, checksum %s\n", checkpoint.file.size, checkpoint.metadata.at("checksum").c_str());
 
   TEST("the same content gives the same file, byte for byte");
   write_tensors(folder / "b.safetensors", tensors, metadata);
   CHECK(read_file(path) == read_file(folder / "b.safetensors"));
-  write_tensors(folder / "b.safetensors", make_tensors(2), metadata);
-  CHECK(read_file(path) != read_file(folder / "b.safetensors"));
-  CHECK(!holds(Checkpoint::open(folder / "b.safetensors"), tensors));
 
   TEST("a tensor that is missing, or of another shape, is refused before anything is handed out");
-  const auto never = [](size_t, size_t, const float*) { CHECK(!"handed out"); };
   const auto read = [&](const char* name, std::vector<size_t> shape) {
-    return in_child([&] { checkpoint.read(name, shape, never); });
+    return in_child(
+        [&] { checkpoint.read(name, shape, [](size_t, size_t, const float*) { printf("handed out"); }); });
   };
   CHECK(refuses(read("model.wv", {3, 5}), 1, path + ": holds no tensor model.wv"));
   CHECK(refuses(read("model.wte", {5, 3}), 1, path + ": tensor model.wte is (3,5), expected (5,3)"));
   CHECK(refuses(read("model.wte", {15}), 1, "tensor model.wte is (3,5), expected (15)"));
-  CHECK_EQ(checkpoint.problem("model.wte", {3, 5}), "");
 }
 
-static void test_config(const Scratch&) {
+static void test_config() {
   TEST("a config of every arch survives the metadata");
   for (int arch = 0; arch < NUM_ARCHS; arch++) {
     Config c, back;
     c.arch = Arch(arch), c.L = 3, c.C = 48, c.NH = 3, c.F = 80, c.S = 4, c.T = 37, c.V = 131;
     CHECK_EQ(config_from_metadata(config_to_metadata(c), &back), "");
-    CHECK(back.arch == c.arch && back.L == 3 && back.C == 48 && back.NH == 3);
-    CHECK(back.F == 80 && back.S == 4 && back.T == 37 && back.V == 131);
+    CHECK(config_to_metadata(back) == config_to_metadata(c));
   }
   TEST("metadata that are no config are refused, field by field");
-  const Metadata good = config_to_metadata(Config());
   const struct {
     const char *name, *text, *message;
   } cases[] = {
-      {"layers", nullptr, "metadata lacks layers"},
       {"arch", "resnet", "metadata: arch is 'resnet', expected rd|block|tied|average|frozen-v|residual"},
       {"layers", "0", "metadata: layers is '0', expected a whole number from 1 to 4096"},
       {"width", "99999999999999999999", "metadata: width is '99999999999999999999', expected a whole number"},
@@ -150,23 +134,20 @@ static void test_config(const Scratch&) {
       {"block-size", "3", "metadata: block-size: got 3, expected an even number"},
       {"vocab", "", "metadata: vocab is '', expected a whole number from 2"},
   };
+  Config config;
   for (const auto& c : cases) {
-    Metadata bad = good;
-    if (c.text)
-      bad[c.name] = c.text;
-    else
-      bad.erase(c.name);
-    Config config;
-    const std::string error = config_from_metadata(bad, &config);
-    printf("     %s\n", error.c_str());
-    CHECK_EQ(error.compare(0, strlen(c.message), c.message), 0);
+    Metadata bad = config_to_metadata(Config());
+    bad[c.name] = c.text;
+    CHECK_EQ(config_from_metadata(bad, &config).substr(0, strlen(c.message)), c.message);
   }
+  Metadata lacks = config_to_metadata(Config());
+  lacks.erase("layers");
+  CHECK_EQ(config_from_metadata(lacks, &config), "metadata lacks layers");
   size_t step = 0;
   CHECK_EQ(count_from_metadata({{"step", "12"}}, "step", &step), "");
   CHECK_EQ(step, 12u);
   CHECK_EQ(count_from_metadata({{"step", "12x"}}, "step", &step),
            "metadata: step is '12x', expected a whole number");
-  CHECK_EQ(count_from_metadata({}, "step", &step), "metadata lacks step");
 }
 
 // A safetensors file made by hand: header length, header, data.
@@ -217,98 +198,70 @@ static void test_from_elsewhere(const Scratch& folder) {
 
 static void test_hostile(const Scratch& folder) {
   const std::string path = folder / "hostile.safetensors";
-  const std::string two = R"({"a":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},)";  // b follows
-  TEST("hand-made files that are good: no metadata, any order, empty tensors, other types beside ours");
-  const std::string good[] = {
-      raw_file("{}", 0),
-      raw_file(R"({"a":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}}   )", 24),
-      raw_file(R"({"b":{"dtype":"F32","shape":[],"data_offsets":[24,28]},)"
-               R"("a":{"shape":[6],"data_offsets":[0,24],"dtype":"F32"}})",
-               28),
-      raw_file(two + R"("b":{"dtype":"F32","shape":[0,9],"data_offsets":[24,24]}})", 24),
-      raw_file(two + R"("b":{"dtype":"I16","shape":[4],"data_offsets":[24,32]}})", 32),
-      raw_file(two + R"("__metadata__":{"format":"pt"}})", 24),
+  const auto tensor = [](const char* name, const char* shape, const char* offsets, const char* dtype = "F32") {
+    return format(R"("%s":{"dtype":"%s","shape":%s,"data_offsets":%s})", name, dtype, shape, offsets);
   };
-  for (const std::string& bytes : good) {
+  const auto one = [&](const char* shape, const char* offsets) {
+    return "{" + tensor("a", shape, offsets) + "}";
+  };
+  // Six numbers, and another entry behind them.
+  const auto two = [&](const std::string& b) { return "{" + tensor("a", "[2,3]", "[0,24]") + "," + b + "}"; };
+
+  TEST("hand-made files that are good: no metadata, any order, empty tensors, other types beside ours");
+  for (const std::string& bytes : {
+           raw_file("{}", 0),
+           raw_file(one("[2,3]", "[0,24]") + "   ", 24),
+           raw_file("{" + tensor("b", "[]", "[24,28]") + "," + tensor("a", "[6]", "[0,24]") + "}", 28),
+           raw_file(two(tensor("b", "[0,9]", "[24,24]")), 24),
+           raw_file(two(R"("__metadata__":{"format":"pt"})"), 24),
+           raw_file(two(tensor("b", "[4]", "[24,32]", "I16")), 32),
+       }) {
     write_file(path, bytes);
     Checkpoint checkpoint;
     CHECK_EQ(checkpoint.try_open(path), "");
   }
-  Checkpoint mixed = Checkpoint::open((write_file(path, good[4]), path));
+  const Checkpoint mixed = Checkpoint::open(path);
   CHECK_EQ(mixed.problem("a", {2, 3}), "");
   CHECK_EQ(mixed.problem("b", {4}), path + ": tensor b is I16, expected F32, F16 or BF16");
 
+  TEST("refused: bad sizes, bad headers, tensors that do not lie end to end, a wrong checksum");
   const struct {
-    const char* name;
-    std::string bytes;
-    const char* message;
+    std::string bytes, message;
   } bad[] = {
-      {"an empty file", "", "0 bytes, too short for a safetensors file"},
-      {"seven bytes", "1234567", "7 bytes, too short"},
-      {"a header longer than the file", raw_file("{}", 0, 3), "cut short: header of 3 bytes in a file of 10"},
-      {"a header of 2^63 bytes", raw_file("{}", 0, uint64_t(1) << 63),
-       "no safetensors file: header of 9223372036854775808 bytes"},
-      {"a header of 2^64 - 1 bytes", raw_file("{}", 0, UINT64_MAX - 1), "no safetensors file: header of"},
-      {"a text file", "Once upon a time there was a file of text.", "no safetensors file: header of"},
-      {"no JSON", raw_file("hello", 0), "header: bad JSON at byte 0: expected a value"},
-      {"half a JSON", raw_file("{\"a\":", 0), "header: bad JSON at byte 5: ends where a value should be"},
-      {"JSON with more behind it", raw_file("{}{}", 0),
-       "header: bad JSON at byte 2: more text after the value"},
-      {"a list", raw_file("[]", 0), "header: expected a JSON object"},
-      {"deep nesting", raw_file(std::string(100000, '['), 0), "header: bad JSON at byte 33: nested too deeply"},
-      {"two tensors of one name", raw_file(two + two.substr(1, two.size() - 2) + "}", 24),
-       "a name stands twice in an object"},
-      {"metadata that are a list", raw_file(R"({"__metadata__":[]})", 0), "header: __metadata__ is no object"},
-      {"metadata that are numbers", raw_file(R"({"__metadata__":{"step":5}})", 0),
-       "header: metadata step is no string"},
-      {"a tensor that is a number", raw_file(R"({"a":5})", 0), "header: tensor a has no dtype"},
-      {"no shape", raw_file(R"({"a":{"dtype":"F32","data_offsets":[0,4]}})", 4),
-       "header: tensor a has no shape"},
-      {"no offsets", raw_file(R"({"a":{"dtype":"F32","shape":[1]}})", 4),
-       "header: tensor a has no data_offsets"},
-      {"three offsets", raw_file(R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4,8]}})", 4),
-       "header: tensor a has no data_offsets"},
-      {"a negative dimension", raw_file(R"({"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}})", 4),
-       "tensor a: a dimension is no whole number"},
-      {"a broken dimension", raw_file(R"({"a":{"dtype":"F32","shape":[1.5],"data_offsets":[0,4]}})", 4),
-       "tensor a: a dimension is no whole number"},
-      {"offsets past 2^64",
-       raw_file(R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,18446744073709551617]}})", 4),
-       "data_offsets are no whole numbers"},
-      {"offsets past the file", raw_file(R"({"a":{"dtype":"F32","shape":[250],"data_offsets":[0,1000]}})", 4),
-       "4 bytes of data, expected 1000"},
-      {"offsets the wrong way round", raw_file(R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[4,0]}})", 4),
-       "tensor a ends before it starts"},
-      {"a shape that overflows",
-       raw_file(R"({"a":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,4]}})", 4),
-       "tensor a has a shape that does not fit in 64 bits"},
-      {"a shape that overflows to fit",
-       raw_file(R"({"a":{"dtype":"F32","shape":[4611686018427387905],"data_offsets":[0,4]}})", 4),
-       "tensor a has a shape that does not fit in 64 bits"},
-      {"a shape that does not fit its place",
-       raw_file(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}})", 4),
-       "tensor a takes 4 bytes, expected 8 for its shape"},
-      {"overlap", raw_file(two + R"("b":{"dtype":"F32","shape":[1],"data_offsets":[20,24]}})", 24),
-       "a tensor starts at byte 20 of the data, expected 24"},
-      {"the same place twice", raw_file(two + R"("b":{"dtype":"F32","shape":[6],"data_offsets":[0,24]}})", 24),
-       "a tensor starts at byte 0 of the data, expected 24"},
-      {"a gap", raw_file(two + R"("b":{"dtype":"F32","shape":[1],"data_offsets":[28,32]}})", 32),
-       "a tensor starts at byte 28 of the data, expected 24"},
-      {"data left over", raw_file(two + R"("b":{"dtype":"F32","shape":[1],"data_offsets":[24,28]}})", 32),
-       "32 bytes of data, expected 28"},
-      {"a file of ours without its checksum",
-       raw_file(two + R"("__metadata__":{"format_version":"rdattnres-1"}})", 24), "metadata lacks checksum"},
-      {"a later format_version", raw_file(two + R"("__metadata__":{"format_version":"rdattnres-9"}})", 24),
-       "format_version is 'rdattnres-9', expected rdattnres-1"},
-      {"a checksum that is wrong", raw_file(two + R"("__metadata__":{"checksum":"0123456789abcdef"}})", 24),
-       "expected 0123456789abcdef: altered"},
+      {"", "0 bytes, too short for a safetensors file"},
+      {raw_file("{}", 0, 3), "cut short: header of 3 bytes in a file of 10"},
+      {raw_file("{}", 0, uint64_t(1) << 63), "no safetensors file: header of 9223372036854775808 bytes"},
+      {"Once upon a time there was a file of text.", "no safetensors file: header of"},
+      {raw_file("hello", 0), "header: bad JSON at byte 0: expected a value"},
+      {raw_file("[]", 0), "header: expected a JSON object"},
+      {raw_file(std::string(100000, '['), 0), "header: bad JSON at byte 33: nested too deeply"},
+      {raw_file(two(tensor("a", "[6]", "[24,48]")), 48), "a name stands twice in an object"},
+      {raw_file(R"({"__metadata__":[]})", 0), "header: __metadata__ is no object"},
+      {raw_file(R"({"__metadata__":{"step":5}})", 0), "header: metadata step is no string"},
+      {raw_file(R"({"a":5})", 0), "header: tensor a has no dtype"},
+      {raw_file(R"({"a":{"dtype":"F32","data_offsets":[0,4]}})", 4), "header: tensor a has no shape"},
+      {raw_file(R"({"a":{"dtype":"F32","shape":[1]}})", 4), "header: tensor a has no data_offsets"},
+      {raw_file(one("[1]", "[0,4,8]"), 4), "header: tensor a has no data_offsets"},
+      {raw_file(one("[-1]", "[0,4]"), 4), "tensor a: a dimension is no whole number"},
+      {raw_file(one("[1]", "[0,18446744073709551617]"), 4), "data_offsets are no whole numbers"},
+      {raw_file(one("[250]", "[0,1000]"), 4), "4 bytes of data, expected 1000"},
+      {raw_file(one("[1]", "[4,0]"), 4), "tensor a ends before it starts"},
+      {raw_file(one("[4294967296,4294967296]", "[0,4]"), 4), "a shape that does not fit in 64 bits"},
+      {raw_file(one("[4611686018427387905]", "[0,4]"), 4), "a shape that does not fit in 64 bits"},
+      {raw_file(one("[2]", "[0,4]"), 4), "tensor a takes 4 bytes, expected 8 for its shape"},
+      {raw_file(two(tensor("b", "[1]", "[20,24]")), 24), "a tensor starts at byte 20 of the data, expected 24"},
+      {raw_file(two(tensor("b", "[6]", "[0,24]")), 24), "a tensor starts at byte 0 of the data, expected 24"},
+      {raw_file(two(tensor("b", "[1]", "[28,32]")), 32), "a tensor starts at byte 28 of the data, expected 24"},
+      {raw_file(two(tensor("b", "[1]", "[24,28]")), 32), "32 bytes of data, expected 28"},
+      {raw_file(two(R"("__metadata__":{"format_version":"rdattnres-1"})"), 24), "metadata lacks checksum"},
+      {raw_file(two(R"("__metadata__":{"format_version":"rdattnres-9"})"), 24),
+       "'rdattnres-9', expected rdatt"},
+      {raw_file(two(R"("__metadata__":{"checksum":"0123456789abcdef"})"), 24), "0123456789abcdef: altered"},
   };
   for (const auto& c : bad) {
-    TEST(std::string("refused: ") + c.name);
     write_file(path, c.bytes);
     CHECK(refuses(in_child([&] { Checkpoint::open(path); }), 1, c.message));
   }
-  TEST("refused: no such file, a folder");
   CHECK(refuses(in_child([&] { Checkpoint::open(folder / "none"); }), 1, "none: cannot open: No such file"));
   CHECK(refuses(in_child([&] { Checkpoint::open(folder.path); }), 1, folder.path + ": not a regular file"));
 }
@@ -321,31 +274,22 @@ static void test_damage(const Scratch& folder) {
   const std::string good = read_file(path);
 
   TEST(format("a file of %zu bytes cut short at any byte is refused", good.size()));
-  std::map<std::string, size_t> reasons;
   for (size_t length = 0; length < good.size(); length++) {
     write_file(path, good.substr(0, length));
     Checkpoint checkpoint;
-    const std::string error = checkpoint.try_open(path);
-    CHECK(!error.empty());
-    reasons[error.find("bytes of data") != std::string::npos ? "data missing" : "header missing"]++;
+    CHECK(checkpoint.try_open(path) != "");
   }
-  for (const auto& reason : reasons) printf("     %s: %zu times\n", reason.first.c_str(), reason.second);
 
   TEST("a file with any one bit flipped is refused when it is opened, or when its tensors are asked for");
-  size_t at_open = 0, at_read = 0;
   for (size_t at = 0; at < good.size(); at++) {
     std::string bytes = good;
     bytes[at] = char(bytes[at] ^ (1 << at % 8));
     write_file(path, bytes);
     Checkpoint checkpoint;
-    const bool opened = checkpoint.try_open(path).empty();
-    bool readable = opened;
+    bool readable = checkpoint.try_open(path).empty();
     for (const Tensor& t : tensors) readable = readable && checkpoint.problem(t.name, t.shape).empty();
-    at_open += !opened;
-    at_read += opened && !readable;
     if (!CHECK(!readable)) printf("     byte %zu of %zu is not noticed\n", at, good.size());
   }
-  printf("     %zu refused when opened, %zu when read\n", at_open, at_read);
 }
 
 static void test_writing(const Scratch& folder) {
@@ -357,8 +301,6 @@ static void test_writing(const Scratch& folder) {
       names += entry.path().filename().string() + " ";
     return names;
   };
-  std::filesystem::remove_all(folder.path);
-  std::filesystem::create_directory(folder.path);
   write_tensors(path, old, {});
 
   TEST("writing again replaces the file and leaves nothing else behind");
@@ -417,20 +359,6 @@ static void test_writing(const Scratch& folder) {
   CHECK(refuses(write(pipe), 1, pipe + ": cannot write: not a regular file"));
   CHECK(refuses(write(folder.path), 1, folder.path + ": cannot write: not a regular file"));
   CHECK(std::filesystem::is_fifo(pipe));
-  std::filesystem::remove(pipe);
-
-  TEST("a full disk for real: a file system of 256 KiB");
-  const std::string small = folder / "small";
-  std::filesystem::create_directory(small);
-  if (system(("mount -t tmpfs -o size=256k tmpfs " + small + " 2>/dev/null").c_str()) != 0) {
-    SKIP("cannot mount a tmpfs here");
-    return;
-  }
-  const std::vector<Tensor> little = {{"a", {10}, std::vector<float>(10, 3.0f)}};
-  write_tensors(small + "/c", little, {});
-  CHECK(refuses(write(small + "/c"), 1, "small/c: cannot write: No space left on device"));
-  CHECK(holds(Checkpoint::open(small + "/c"), little));
-  CHECK_EQ(system(("umount " + small).c_str()), 0);
 }
 
 static void test_python(const Scratch& folder) {
@@ -441,27 +369,23 @@ static void test_python(const Scratch& folder) {
     SKIP("no python3 with numpy and safetensors");
     return;
   }
-  Metadata metadata = config_to_metadata(Config());
-  metadata["note"] = "caf\u00e9 \"quoted\"";
-  write_tensors(a, tensors, metadata);
-  write_file(script,
-             "import sys\n"
-             "from safetensors import safe_open\n"
-             "from safetensors.numpy import save_file\n"
-             "with safe_open(sys.argv[1], 'np') as f:\n"
-             "    metadata, tensors = f.metadata(), {name: f.get_tensor(name) for name in f.keys()}\n"
-             "assert metadata['note'] == 'caf\\u00e9 \"quoted\"', metadata\n"
-             "assert tensors['model.wo'].shape == (2, 3, 50000)\n"
-             "assert str(tensors['model.wo'].dtype) == 'float32'\n"
-             "tensors = dict(sorted(tensors.items(), reverse=True))\n"
-             "metadata['format'] = 'pt'\n"
-             "save_file(tensors, sys.argv[2], metadata if sys.argv[3] == 'with' else None)\n");
-  for (const char* with : {"with", "without"}) {
+  write_tensors(a, tensors, {{"note", "caf\u00e9 \"quoted\""}});
+  write_file(script, R"(
+import sys
+from safetensors import safe_open
+from safetensors.numpy import save_file
+with safe_open(sys.argv[1], 'np') as f:
+    metadata, tensors = f.metadata(), {name: f.get_tensor(name) for name in f.keys()}
+assert metadata['note'] == 'caf\u00e9 "quoted"', metadata
+assert tensors['model.wo'].shape == (2, 3, 50000) and str(tensors['model.wo'].dtype) == 'float32'
+tensors = dict(sorted(tensors.items(), reverse=True))
+save_file(tensors, sys.argv[2], metadata if sys.argv[3] == 'with' else None)
+)");
+  for (const std::string with : {"with", "without"}) {
     CHECK_EQ(system(("python3 " + script + " " + a + " " + b + " " + with).c_str()), 0);
-    Checkpoint again;
-    CHECK_EQ(again.try_open(b), "");
+    const Checkpoint again = Checkpoint::open(b);
     CHECK(holds(again, tensors));
-    CHECK_EQ(again.metadata.count("checksum"), with == std::string("with") ? 1u : 0u);
+    CHECK_EQ(again.metadata.count("checksum"), with == "with" ? 1u : 0u);
   }
 }
 
@@ -479,7 +403,6 @@ static void test_run_folder(const Scratch& folder) {
     return text;
   };
   TEST("folders are made with those above them; a file in the way is named");
-  make_folders(run);
   make_folders(run);
   make_folders(run + "/");
   CHECK(is_folder(run));
@@ -502,8 +425,7 @@ static void test_run_folder(const Scratch& folder) {
   CHECK_EQ(steps(), "7 20 1000 123456789 ");
 
   TEST("--keep deletes the oldest; 0 keeps all, a large number too");
-  delete_old_checkpoints(run, 0, 123456789);
-  delete_old_checkpoints(run, 9, 123456789);
+  for (size_t keep : {0, 9}) delete_old_checkpoints(run, keep, 123456789);
   CHECK_EQ(steps(), "7 20 1000 123456789 ");
   delete_old_checkpoints(run, 3, 123456789);
   CHECK_EQ(steps(), "20 1000 123456789 ");
@@ -517,7 +439,6 @@ static void test_run_folder(const Scratch& folder) {
     return in_child([&] { printf("%s", open_newest_checkpoint(path).metadata.at("step").c_str()); });
   };
   const Outcome resumed = open(run);
-  printf("     %s", resumed.err.c_str());
   CHECK_EQ(resumed.out, "1000");
   CHECK(resumed.err.find("warning: " + checkpoint_path(run, 123456789)) == 0);
   CHECK_EQ(open_newest_checkpoint(checkpoint_path(run, 20)).metadata.at("step"), "20");
@@ -527,15 +448,11 @@ static void test_run_folder(const Scratch& folder) {
   make_folders(folder / "empty/earlier-1");
   CHECK(refuses(open(folder / "empty"), 1, "an earlier run is in " + (folder / "empty/earlier-1")));
   CHECK(refuses(open(folder / "none"), 1, "none: cannot open: No such file"));
-  CHECK_EQ(folder_of(checkpoint_path(run, 20)), run);
-  CHECK_EQ(folder_of(run), run);
-  CHECK_EQ(folder_of("x.safetensors"), ".");
-
-  TEST("none of them whole: refused");
   write_file(folder / "empty/ckpt_00000001.safetensors", "bad");
-  const Outcome none = open(folder / "empty");
-  CHECK_EQ(none.status, 1);
-  CHECK(none.err.find("error: " + (folder / "empty") + ": none of its 1 checkpoints") != std::string::npos);
+  CHECK(open(folder / "empty").err.find("error: " + (folder / "empty") + ": none of its 1") !=
+        std::string::npos);
+  CHECK_EQ(folder_of(checkpoint_path(run, 20)), run);
+  CHECK_EQ(folder_of("x.safetensors"), ".");
 
   TEST("a new run in a used folder moves what was there aside, every time");
   write_file(run + "/log.jsonl", "{}\n");
@@ -570,30 +487,23 @@ static void test_run_folder(const Scratch& folder) {
 static void test_signals() {
   TEST(
       "every signal that ends a program asks the loop to stop; a second Ctrl-C alone ends it, with status 130");
+  const auto raising = [](std::vector<int> signals, void (*before)(int)) {
+    return in_child([&] {
+      signal(signals[0], before);
+      catch_stop_signals();
+      if (stop_requested) _exit(9);
+      for (int number : signals) raise(number);
+      _exit(stop_requested ? 0 : 8);
+    });
+  };
   for (int number : {SIGINT, SIGTERM, SIGUSR1, SIGHUP, SIGPIPE}) {
-    const auto after = [&](std::vector<int> then) {
-      return in_child([&] {
-        signal(number, SIG_DFL);  // nohup, for one, hands it on ignored
-        catch_stop_signals();
-        if (stop_requested) _exit(9);
-        raise(number);
-        for (int next : then) raise(next);
-        _exit(stop_requested ? 0 : 8);
-      });
-    };
-    CHECK_EQ(after({}).status, 0);
-    CHECK_EQ(after({}).err,
-             number == SIGPIPE ? "" : "saving after this step; press Ctrl-C again to stop without\n");
-    CHECK_EQ(after({SIGTERM, SIGPIPE, SIGHUP}).status, 0);
-    CHECK_EQ(after({SIGINT, SIGPIPE, SIGINT}).status, 130);
+    const Outcome once = raising({number}, SIG_DFL);
+    CHECK_EQ(once.status, 0);
+    CHECK_EQ(once.err, number == SIGPIPE ? "" : "saving after this step; press Ctrl-C again to stop without\n");
+    CHECK_EQ(raising({number, SIGTERM, SIGPIPE, SIGHUP}, SIG_DFL).status, 0);
+    CHECK_EQ(raising({number, SIGINT, SIGPIPE, SIGINT}, SIG_DFL).status, 130);
   }
-  CHECK_EQ(in_child([] {
-             signal(SIGHUP, SIG_IGN);  // as nohup does
-             catch_stop_signals();
-             raise(SIGHUP);
-             _exit(stop_requested ? 8 : 0);
-           }).status,
-           0);
+  CHECK_EQ(raising({SIGHUP}, SIG_IGN).status, 8);  // nohup hands it on ignored
 }
 
 static void test_bytes(const Scratch& folder) {
@@ -608,26 +518,26 @@ static void test_bytes(const Scratch& folder) {
     Checkpoint checkpoint;
     CHECK_EQ(checkpoint.try_open(folder / "bytes"), "");
     CHECK_EQ(checkpoint.metadata["prompt"], text);
-    const std::string escaped = escape_bytes(text), file = read_file(folder / "bytes");
+    const std::string file = read_file(folder / "bytes");
     uint32_t code;
     for (size_t at = 0; at < file.size();) {
       const size_t length = utf8_decode(file, at, &code);
       if (!CHECK(length > 0 || at < 8)) break;
       at += std::max<size_t>(length, 1);
     }
-    CHECK_EQ(unescape_bytes(escaped), text);
+    CHECK_EQ(unescape_bytes(escape_bytes(text)), text);
   }
   CHECK_EQ(escape_bytes(texts[1]), texts[1]);
 }
 
 int main() {
   Scratch folder;
+  test_writing(folder);
   test_round_trip(folder);
-  test_config(folder);
+  test_config();
   test_from_elsewhere(folder);
   test_hostile(folder);
   test_damage(folder);
-  test_writing(folder);
   test_python(folder);
   test_bytes(folder);
   test_run_folder(folder);
