@@ -41,9 +41,29 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
         self.asked.append(self.path.split("?")[0])
 
 
-def page(query):
+# A hand at the keyboard: after a second the slider goes to its first moment, the depth memory to the next sublayer, the
+# first run is closed and a log with a bad line of routes is dropped.
+OPERATE = """<script>setTimeout(() => {
+  const press = (node, key) => node.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+  $("step").value = 0;
+  $("step").dispatchEvent(new Event("input"));
+  document.querySelector(".here").focus();
+  press(document.activeElement, "Home");
+  press(document.activeElement, "ArrowRight");
+  press(document.activeElement, "ArrowRight");
+  document.body.dataset.focus = document.activeElement.getAttribute("aria-label");
+  $("runs").querySelector("button").focus();
+  document.activeElement.click();
+  document.body.dataset.after = document.activeElement.getAttribute("aria-label");
+  const dropped = new DataTransfer();
+  dropped.items.add(new File([DROPPED], "log.jsonl"));
+  document.dispatchEvent(new DragEvent("drop", { dataTransfer: dropped, cancelable: true }));
+}, 1000)</script>"""
+
+
+def page(query, name="look.html"):
     """What the page's document holds, as text, once it has read its logs."""
-    address = f"http://localhost:{server.server_port}/look.html?{query}"
+    address = f"http://localhost:{server.server_port}/{name}?{query}"
     flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/browser"]
     done = subprocess.run([BROWSER, *flags, "--virtual-time-budget=3000", "--dump-dom", address], capture_output=True,
                           text=True, timeout=120)
@@ -63,7 +83,7 @@ with tempfile.TemporaryDirectory() as folder:
     with case("a run: four curves and JS of two layers, both routes' weights at the last moment, the memory's sentence"):
         text = page("log=a/log.jsonl")
         assert text.count('class="curve"') == 6 and text.count('class="weight"') == 6
-        for words in ("L = 2, C = 8, S = 2", "step 40 of 40", "a, step 40", ">60%<", ">40%<", ">0.04<", "The head mixes by one query"):
+        for words in ("L = 2, C = 8, S = 2", "step 40 of 40", "a, step 40", ">60%<", ">40%<", ">0.04<", "The head reads the embedding, block 1 and block 2, mixed by one query."):
             assert words in text, words
     with case("two runs: a curve each and their difference; one route, one row of weights"):
         text = page("log=a/log.jsonl&log=b/log.jsonl")
@@ -74,7 +94,14 @@ with tempfile.TemporaryDirectory() as folder:
         assert "2 of its lines left out: line 6, line 10" in text and text.count('class="curve"') == 6
         assert "d/log.jsonl: 404" in text
     with case("the page asks for the logs and nothing else"):
-        logs = {f"/{name}/log.jsonl" for name in "abcd"}
-        assert set(Quiet.asked) - {"/favicon.ico"} == {"/look.html"} | logs, Quiet.asked
+        assert set(Quiet.asked) == {"/look.html"} | {f"/{name}/log.jsonl" for name in "abcd"}, Quiet.asked
+    with case("slider, arrow keys, closing, dropping: the focus stays, weights are told, bad routes are left out"):
+        bad = log("average", 10).replace('"js_bits": [0,', '"js_bits": [').replace('"seed": "1"', '"seed": "7"')
+        operated = (ROOT / "dev/look.html").read_text() + OPERATE.replace("DROPPED", json.dumps(bad))
+        (pathlib.Path(folder) / "operated.html").write_text(operated)
+        text = page("log=a/log.jsonl&log=b/log.jsonl", "operated.html")
+        for words in ("data-focus=\"Sublayer 2, the attention of layer 1, reads the embedding (QK 90%, V 90%) and block 1 (QK 10%, "
+                      'V 10%)', 'data-after="close b"', "average-7", "1 of its lines left out: line 13", "b, step 10"):
+            assert words in text, words
     server.shutdown()
 finish()
