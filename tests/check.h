@@ -13,7 +13,6 @@
 // program, so one run shows every failure.
 #pragma once
 #include <cmath>
-#include <cstdarg>
 #include <cstdio>
 #include <sstream>
 #include <string>
@@ -74,11 +73,7 @@ inline bool record(bool ok, const char* file, int line, const std::string& what)
   if (s.name.empty()) s.name = "(before the first TEST)";
   s.checks++;
   if (ok) return true;
-  if (s.failures++ == 0) {
-    std::ostringstream text;
-    text << file << ":" << line << ": " << what;
-    s.failure = text.str();
-  }
+  if (s.failures++ == 0) s.failure = std::string(file) + ":" + std::to_string(line) + ": " + what;
   return false;
 }
 
@@ -86,11 +81,12 @@ template <class T>
 std::string show(const T& value) {
   std::ostringstream text;
   text.precision(17);
-  text << std::boolalpha << value;
+  if constexpr (std::is_convertible<T, std::string>::value)
+    text << '"' << value << '"';
+  else
+    text << std::boolalpha << value;
   return text.str();
 }
-inline std::string show(const std::string& value) { return "\"" + value + "\""; }
-inline std::string show(const char* value) { return std::string("\"") + value + "\""; }
 
 template <class A, class B>
 bool equal(const A& a, const B& b, const char* expression, const char* file, int line) {

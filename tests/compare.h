@@ -94,6 +94,19 @@ inline Error larger(const Error& a, const Error& b) {
   return {std::fmax(a.rms, b.rms), std::fmax(a.largest, b.largest)};
 }
 
+template <class X>
+double inner_product(const std::vector<X>& a, const std::vector<X>& b) {
+  double sum = 0;
+  for (size_t i = 0; i < a.size(); i++) sum += double(a[i]) * double(b[i]);
+  return sum;
+}
+
+// The slope of f at 0, by central differences of fourth order.
+template <class Function>
+double slope(const Function& f, double h) {
+  return (8 * (f(h) - f(-h)) - (f(2 * h) - f(-2 * h))) / (12 * h);
+}
+
 // The rule for every output: not much worse than plain loops on the whole, and nowhere much worse than they are
 // at their worst. `real` is the precision of both; `allowed` is what this output may be off besides, relative
 // like the errors, where the arithmetic says so: a truncated_sum, say.

@@ -6,11 +6,12 @@
 // Var<X> records every operation, so gradients come from the chain rule alone, without a backward by hand. On
 // request the model rounds to bf16 where train_rdattnres.cu says that it does: the yardstick for bf16.
 #pragma once
+#include <algorithm>
 #include <cmath>
-#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <map>
+#include <random>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -19,20 +20,14 @@
 
 namespace reference {
 
-// ---- random test data --------------------------------------------------------------------------------
+// ---- test data ---------------------------------------------------------------------------------------
 
 // Rounded to float, so that float, double and long double all start from the same numbers.
 struct Random {
-  uint64_t state;
-  explicit Random(uint64_t seed) : state(seed * 0x9E3779B97F4A7C15u + 1) {}
-  uint64_t next() {
-    state += 0x9E3779B97F4A7C15u;
-    uint64_t x = state;
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
-    return x ^ (x >> 31);
-  }
-  double uniform() { return double(next() >> 11) * 0x1p-53; }
+  std::mt19937_64 bits;
+  explicit Random(uint64_t seed) : bits(seed) {}
+
+  double uniform() { return double(bits() >> 11) * 0x1p-53; }
   double normal(double mean = 0, double deviation = 1) {
     double sum = -6;  // twelve uniform numbers have variance 1
     for (int i = 0; i < 12; i++) sum += uniform();
@@ -45,10 +40,28 @@ struct Random {
   }
   std::vector<int> integers(size_t n, size_t below) {
     std::vector<int> values(n);
-    for (int& value : values) value = int(next() % below);
+    for (int& value : values) value = int(bits() % below);
     return values;
   }
 };
+
+template <class X>
+using Array = std::vector<X>;
+
+// Arrays by name; named("x") points at the numbers of x.
+template <class X>
+struct Named : std::map<std::string, Array<X>> {
+  using std::map<std::string, Array<X>>::map;
+  X* operator()(const std::string& name) { return this->at(name).data(); }
+  const X* operator()(const std::string& name) const { return this->at(name).data(); }
+};
+
+template <class X, class Y>
+Named<X> convert(const Named<Y>& named) {
+  Named<X> out;
+  for (const auto& item : named) out[item.first].assign(item.second.begin(), item.second.end());
+  return out;
+}
 
 // ---- storage in bf16 ---------------------------------------------------------------------------------
 
@@ -69,10 +82,10 @@ enum class Round { value, gradient, both };  // what is stored: a number, its gr
 
 template <class X>
 struct Tape {
-  struct Node {
+  struct Node {  // what a value was made of, and its derivatives by both
     uint32_t a, b;
     X da, db;
-  };                                       // what the value was made of, and its derivatives by both
+  };
   static constexpr uint32_t STORED = ~0u;  // in b: the gradient rounds to bf16 on its way to a
   std::vector<Node> nodes{Node{}};         // node 0 stands for every constant
   static Tape& get() {
@@ -89,14 +102,16 @@ struct Var {
   Var() = default;
   template <class Y, class = std::enable_if_t<std::is_arithmetic<Y>::value>>
   Var(Y constant) : value(X(constant)) {}
-  static Var record(X value, const Var& a, X da, const Var& b, X db) {
+
+  static Var record(X value, const Var& a, X da, const Var& b = Var(), X db = 0) {
     std::vector<typename Tape<X>::Node>& nodes = Tape<X>::get().nodes;
     nodes.push_back({a.node, b.node, da, db});
-    Var result;
-    result.value = value, result.node = uint32_t(nodes.size() - 1);
+    Var result(value);
+    result.node = uint32_t(nodes.size() - 1);
     return result;
   }
-  static Var input(X value) { return record(value, Var(), 0, Var(), 0); }
+  static Var input(X value) { return record(value, Var(), 0); }
+
   friend Var operator+(const Var& a, const Var& b) { return record(a.value + b.value, a, 1, b, 1); }
   friend Var operator-(const Var& a, const Var& b) { return record(a.value - b.value, a, 1, b, -1); }
   friend Var operator*(const Var& a, const Var& b) { return record(a.value * b.value, a, b.value, b, a.value); }
@@ -104,17 +119,18 @@ struct Var {
     const X q = a.value / b.value;
     return record(q, a, 1 / b.value, b, -q / b.value);
   }
-  friend Var operator-(const Var& a) { return record(-a.value, a, -1, Var(), 0); }
+  friend Var operator-(const Var& a) { return record(-a.value, a, -1); }
   Var& operator+=(const Var& b) { return *this = *this + b; }
   friend Var exp(const Var& a) {
     const X e = std::exp(a.value);
-    return record(e, a, e, Var(), 0);
+    return record(e, a, e);
   }
-  friend Var log(const Var& a) { return record(std::log(a.value), a, 1 / a.value, Var(), 0); }
+  friend Var log(const Var& a) { return record(std::log(a.value), a, 1 / a.value); }
   friend Var sqrt(const Var& a) {
     const X root = std::sqrt(a.value);
-    return record(root, a, 1 / (2 * root), Var(), 0);
+    return record(root, a, 1 / (2 * root));
   }
+  friend bool operator<(const Var& a, const Var& b) { return a.value < b.value; }
 };
 
 // Derivatives of result by every node of the tape; look them up by Var::node.
@@ -134,21 +150,18 @@ std::vector<X> tape_gradients(const Var<X>& result) {
   return d;
 }
 
-template <class X, class = std::enable_if_t<std::is_arithmetic<X>::value>>
-X stored(X x, Round what) {
-  return what == Round::gradient ? x : round_bf16(x);
-}
-template <class X>
-Var<X> stored(const Var<X>& x, Round what) {
-  Var<X> result = Var<X>::record(stored(x.value, what), x, 1, Var<X>(), 0);
-  if (what != Round::value) Tape<X>::get().nodes[result.node].b = Tape<X>::STORED;
-  return result;
-}
-// Rounds what a bf16 run keeps in memory; nothing if `bf16` is false.
-template <class X>
-void store(bool bf16, std::vector<X>& numbers, Round what = Round::both) {
-  if (bf16)
-    for (X& x : numbers) x = stored(x, what);
+// Derivatives of a function of named arrays, which returns one number, by every number of them.
+template <class X, class Function>
+Named<X> gradients(const Named<double>& inputs, Function function) {
+  Tape<X>::get().clear();
+  Named<Var<X>> vars;
+  for (const auto& item : inputs)
+    for (double value : item.second) vars[item.first].push_back(Var<X>::input(X(value)));
+  const std::vector<X> d = tape_gradients<X>(function(vars));
+  Named<X> out;
+  for (const auto& item : vars)
+    for (const Var<X>& var : item.second) out[item.first].push_back(d[var.node]);
+  return out;
 }
 
 template <class X>
@@ -160,21 +173,26 @@ X plain_value(const Var<X>& x) {
   return x.value;
 }
 
-// Largest of n numbers; a constant as far as gradients are concerned.
+template <class X, class = std::enable_if_t<std::is_arithmetic<X>::value>>
+X stored(X x, Round what) {
+  return what == Round::gradient ? x : round_bf16(x);
+}
 template <class X>
-X maximum(const X* z, size_t n) {
-  auto top = plain_value(z[0]);
-  for (size_t i = 1; i < n; i++)
-    if (plain_value(z[i]) > top) top = plain_value(z[i]);
-  return X(top);
+Var<X> stored(const Var<X>& x, Round what) {
+  Var<X> result = Var<X>::record(stored(x.value, what), x, 1);
+  if (what != Round::value) Tape<X>::get().nodes[result.node].b = Tape<X>::STORED;
+  return result;
+}
+// Rounds what a bf16 run keeps in memory; nothing if `bf16` is false.
+template <class X>
+void store(bool bf16, std::vector<X>& numbers, Round what = Round::both) {
+  if (bf16)
+    for (X& x : numbers) x = stored(x, what);
 }
 
 // ---- layers ------------------------------------------------------------------------------------------
 
 constexpr double EPS = 1e-6;
-
-template <class X>
-using Array = std::vector<X>;
 
 // 1 / sqrt(mean(x^2) + eps) of one token
 template <class X>
@@ -198,7 +216,7 @@ Array<X> rmsnorm(const Array<X>& h, const Array<X>& weight, size_t BT, size_t C)
 template <class X>
 Array<X> softmax(const Array<X>& z) {
   using std::exp;
-  const X top = maximum(z.data(), z.size());
+  const X top = plain_value(*std::max_element(z.begin(), z.end()));  // a constant for gradients
   Array<X> p(z.size());
   X sum = 0;
   for (size_t j = 0; j < z.size(); j++) sum += p[j] = exp(z[j] - top);
@@ -208,8 +226,8 @@ Array<X> softmax(const Array<X>& z) {
 
 template <class X>
 struct Read {
-  Array<X> h, p;
-};  // (BT,C), (BT,K)
+  Array<X> h, p;  // (BT,C), (BT,K)
+};
 
 // k_j = gain * rmsnorm(s_j)    z_j = query . k_j    p = softmax(z)    h = sum_j p_j s_j
 template <class X>
@@ -243,31 +261,18 @@ Array<X> linear(const Array<X>& x, const X* w, size_t BT, size_t IC, size_t OC) 
   return y;
 }
 
-// Angles are double, or long double where X is: nobody computes them in float.
-template <class X>
-struct AngleType {
-  using type = double;
-};
-template <>
-struct AngleType<long double> {
-  using type = long double;
-};
-template <class X>
-struct AngleType<Var<X>> {
-  using type = typename AngleType<X>::type;
-};
-
 // Turns the pair (i, i + HS/2) of every head by t * 10000^(-2i / HS): (lo + i hi) times e^(i angle). x (B,T,C)
 template <class X>
 Array<X> rope(const Array<X>& x, size_t B, size_t T, size_t C, size_t NH) {
-  using Angle = typename AngleType<X>::type;
+  using Angle = long double;  // nobody computes angles in float
   const size_t HS = C / NH;
   Array<X> y(x.size());
   for (size_t bt = 0; bt < B * T; bt++)
     for (size_t head = 0; head < NH; head++)
       for (size_t i = 0; i < HS / 2; i++) {
         const Angle angle = Angle(bt % T) * std::pow(Angle(10000), -Angle(2 * i) / Angle(HS));
-        const X cosine = X(std::cos(angle)), sine = X(std::sin(angle));
+        const X cosine = X(std::cos(angle));
+        const X sine = X(std::sin(angle));
         const size_t lo = bt * C + head * HS + i, hi = lo + HS / 2;
         y[lo] = x[lo] * cosine - x[hi] * sine;
         y[hi] = x[hi] * cosine + x[lo] * sine;
@@ -277,8 +282,8 @@ Array<X> rope(const Array<X>& x, size_t B, size_t T, size_t C, size_t NH) {
 
 template <class X>
 struct Attention {
-  Array<X> att, lse, a;
-};  // (B,T,C), (B,NH,T), probabilities (B,NH,T,T)
+  Array<X> att, lse;  // (B,T,C), (B,NH,T)
+};
 
 // q, k, v (B,T,C): a_tu = softmax over u <= t of q_t . k_u / sqrt(HS), att_t = sum_u a_tu v_u
 template <class X>
@@ -289,7 +294,7 @@ Attention<X> attention(const Array<X>& q, const Array<X>& k, const Array<X>& v, 
   using std::sqrt;
   const size_t HS = C / NH;
   const X root = sqrt(X(double(HS)));
-  Attention<X> out{Array<X>(B * T * C), Array<X>(B * NH * T), Array<X>(B * NH * T * T)};
+  Attention<X> out{Array<X>(B * T * C), Array<X>(B * NH * T)};
   for (size_t b = 0; b < B; b++)
     for (size_t head = 0; head < NH; head++)
       for (size_t t = 0; t < T; t++) {
@@ -302,16 +307,12 @@ Attention<X> attention(const Array<X>& q, const Array<X>& k, const Array<X>& v, 
         store(bf16, scores, Round::gradient);
         Array<X> a = softmax(scores);
         // lse = score_u - log a_u for every u; the most likely one loses no digits.
-        size_t best = 0;
-        for (size_t u = 0; u <= t; u++)
-          if (plain_value(a[u]) > plain_value(a[best])) best = u;
+        const size_t best = size_t(std::max_element(a.begin(), a.end()) - a.begin());
         out.lse[(b * NH + head) * T + t] = scores[best] - log(a[best]);
         store(bf16, a, Round::value);
-        for (size_t u = 0; u <= t; u++) {
-          out.a[((b * NH + head) * T + t) * T + u] = a[u];
+        for (size_t u = 0; u <= t; u++)
           for (size_t c = head * HS; c < (head + 1) * HS; c++)
             out.att[(b * T + t) * C + c] += a[u] * v[(b * T + u) * C + c];
-        }
       }
   return out;
 }
@@ -333,7 +334,7 @@ Array<X> cross_entropy(const Array<X>& logits, const std::vector<int>& targets, 
   Array<X> losses(BT);
   for (size_t bt = 0; bt < BT; bt++) {
     const X* z = &logits[bt * V];
-    const X top = maximum(z, V);
+    const X top = plain_value(*std::max_element(z, z + V));
     X sum = 0;
     for (size_t v = 0; v < V; v++) sum += exp(z[v] - top);
     losses[bt] = log(sum) - (z[targets[bt]] - top);
@@ -344,13 +345,11 @@ Array<X> cross_entropy(const Array<X>& logits, const std::vector<int>& targets, 
 // ---- the whole model, with the depth memory as an explicit list --------------------------------------
 
 template <class X>
-using Params = std::map<std::string, Array<X>>;  // by the names of the tensor table
+using Params = Named<X>;  // by the names of the tensor table
 
 template <class X>
 struct Run {
   std::vector<std::vector<Read<X>>> routes;  // [site][route]; none in a residual network
-  std::vector<Array<X>> x_qk, x_v;           // [sublayer] what it reads: normalised mixes (BT,C)
-  std::vector<Array<X>> outputs;             // [sublayer] its output o (BT,C)
   std::vector<Attention<X>> attention;       // [layer]
   Array<X> logits, losses;                   // (BT,V), (BT)
   X mean_loss;
@@ -368,22 +367,20 @@ Run<X> run_model(const Config& c, const Params<X>& w, const std::vector<int>& to
                  const std::vector<int>& targets, size_t B, size_t T, bool bf16 = false) {
   const size_t C = c.C, F = c.F, V = c.V, BT = B * T;
   Run<X> run;
-  auto vector_of = [&](const char* name, size_t layer) {
-    const Array<X>& all = w.at(name);
-    return Array<X>(all.begin() + long(layer * C), all.begin() + long((layer + 1) * C));
-  };
 
   std::vector<Array<X>> bank(1, Array<X>(BT * C));  // b_0: the token embedding
   for (size_t bt = 0; bt < BT; bt++)
-    for (size_t i = 0; i < C; i++) bank[0][bt * C + i] = w.at("wte")[size_t(tokens[bt]) * C + i];
+    for (size_t i = 0; i < C; i++) bank[0][bt * C + i] = w("wte")[size_t(tokens[bt]) * C + i];
   store(bf16, bank[0]);
   Array<X> partial;             // empty: none
   Array<X> residual = bank[0];  // embedding + sum of all outputs, for the plain Transformer
 
-  // One site: reads with the given queries, then normalises each mix. Leaves x_qk and x_v.
-  auto read = [&](const std::vector<Array<X>>& queries, const char* gain_name, const char* norm_name,
-                  size_t layer) {
-    const Array<X> norm = vector_of(norm_name, layer);
+  const auto vector_of = [&](const char* name, size_t layer) {
+    return Array<X>(w(name) + layer * C, w(name) + (layer + 1) * C);
+  };
+  // One site: reads with the given queries ("": held at zero) and normalises each mix.
+  const auto read = [&](const std::vector<const char*>& queries, const char* gain, const char* norm,
+                        size_t layer) {
     std::vector<Array<X>> mixes;
     std::vector<Read<X>> reads;
     if (c.arch == Arch::residual) {
@@ -391,8 +388,9 @@ Run<X> run_model(const Config& c, const Params<X>& w, const std::vector<int>& to
     } else {
       std::vector<Array<X>> sources = bank;
       if (!partial.empty()) sources.push_back(partial);
-      for (const Array<X>& query : queries) {
-        reads.push_back(route(sources, query, vector_of(gain_name, layer), BT, C));
+      for (const char* query : queries) {
+        const Array<X> q = *query ? vector_of(query, layer) : Array<X>(C, X(0));
+        reads.push_back(route(sources, q, vector_of(gain, layer), BT, C));
         mixes.push_back(reads.back().h);
       }
       if (c.arch == Arch::average && mixes.size() == 2) {
@@ -400,29 +398,34 @@ Run<X> run_model(const Config& c, const Params<X>& w, const std::vector<int>& to
         for (X& value : mean) value = value / X(2);
         mixes = {mean};
       }
+      for (Array<X>& mix : mixes) store(bf16, mix, Round::gradient);
     }
-    for (Array<X>& mix : mixes)
-      if (c.arch != Arch::residual) store(bf16, mix, Round::gradient);
     run.routes.push_back(reads);
-    run.x_qk.push_back(rmsnorm(mixes.front(), norm, BT, C));
-    run.x_v.push_back(rmsnorm(mixes.back(), norm, BT, C));
-    store(bf16, run.x_qk.back()), store(bf16, run.x_v.back());
+    for (Array<X>& mix : mixes) {
+      mix = rmsnorm(mix, vector_of(norm, layer), BT, C);
+      store(bf16, mix);
+    }
+    return mixes;
   };
+
+  std::vector<const char*> attention_queries = {"attn_route_qk"};
+  if (c.arch == Arch::rd || c.arch == Arch::average) attention_queries.push_back("attn_route_v");
+  if (c.arch == Arch::tied) attention_queries.push_back("attn_route_qk");
+  if (c.arch == Arch::frozen_v) attention_queries.push_back("");
 
   for (size_t i = 0; i < 2 * c.L; i++) {
     const size_t layer = i / 2;
-    if (i % c.S == 0 && i > 0) bank.push_back(partial), partial.clear();
+    if (i % c.S == 0 && i > 0) {
+      bank.push_back(partial);
+      partial.clear();
+    }
     Array<X> o;
     if (i % 2 == 0) {
-      std::vector<Array<X>> queries;
-      if (c.arch != Arch::residual) queries.push_back(vector_of("attn_route_qk", layer));
-      if (c.arch == Arch::rd || c.arch == Arch::average) queries.push_back(vector_of("attn_route_v", layer));
-      if (c.arch == Arch::tied) queries.push_back(queries[0]);
-      if (c.arch == Arch::frozen_v) queries.push_back(Array<X>(C, X(0)));
-      read(queries, "attn_route_gain", "attn_norm", layer);
-      const X* wqk = &w.at("wqk")[layer * 2 * C * C];
-      Array<X> q = linear(run.x_qk.back(), wqk, BT, C, C), k = linear(run.x_qk.back(), wqk + C * C, BT, C, C);
-      Array<X> v = linear(run.x_v.back(), &w.at("wv")[layer * C * C], BT, C, C);
+      const std::vector<Array<X>> x = read(attention_queries, "attn_route_gain", "attn_norm", layer);
+      const X* wqk = w("wqk") + layer * 2 * C * C;
+      Array<X> q = linear(x.front(), wqk, BT, C, C);
+      Array<X> k = linear(x.front(), wqk + C * C, BT, C, C);
+      Array<X> v = linear(x.back(), w("wv") + layer * C * C, BT, C, C);
       for (Array<X>* turned : {&q, &k}) {
         store(bf16, *turned);
         *turned = rope(*turned, B, T, C, c.NH);
@@ -431,28 +434,24 @@ Run<X> run_model(const Config& c, const Params<X>& w, const std::vector<int>& to
       store(bf16, v);
       run.attention.push_back(attention(q, k, v, B, T, C, c.NH, bf16));
       store(bf16, run.attention.back().att);
-      o = linear(run.attention.back().att, &w.at("wo")[layer * C * C], BT, C, C);
+      o = linear(run.attention.back().att, w("wo") + layer * C * C, BT, C, C);
     } else {
-      std::vector<Array<X>> queries;
-      if (c.arch != Arch::residual) queries.push_back(vector_of("mlp_route", layer));
-      read(queries, "mlp_route_gain", "mlp_norm", layer);
-      Array<X> gate = linear(run.x_qk.back(), &w.at("w_gate")[layer * F * C], BT, C, F);
-      Array<X> up = linear(run.x_qk.back(), &w.at("w_up")[layer * F * C], BT, C, F);
-      store(bf16, gate), store(bf16, up);
+      const Array<X> x = read({"mlp_route"}, "mlp_route_gain", "mlp_norm", layer)[0];
+      Array<X> gate = linear(x, w("w_gate") + layer * F * C, BT, C, F);
+      Array<X> up = linear(x, w("w_up") + layer * F * C, BT, C, F);
+      store(bf16, gate);
+      store(bf16, up);
       Array<X> act = swiglu(gate, up);
       store(bf16, act);
-      o = linear(act, &w.at("w_down")[layer * C * F], BT, F, C);
+      o = linear(act, w("w_down") + layer * C * F, BT, F, C);
     }
-    run.outputs.push_back(o);
     partial = partial.empty() ? o : sum_of(partial, o);
     residual = sum_of(residual, o);
     store(bf16, c.arch == Arch::residual ? residual : partial);
   }
 
-  std::vector<Array<X>> queries;
-  if (c.arch != Arch::residual) queries.push_back(vector_of("out_route", 0));
-  read(queries, "out_route_gain", "final_norm", 0);  // sources: bank + [partial]
-  run.logits = linear(run.x_qk.back(), &w.at("wte")[0], BT, C, V);
+  const Array<X> x = read({"out_route"}, "out_route_gain", "final_norm", 0)[0];  // sources: bank + [partial]
+  run.logits = linear(x, w("wte"), BT, C, V);
   store(bf16, run.logits);
   run.losses = cross_entropy(run.logits, targets, BT, V);
   run.mean_loss = 0;
