@@ -244,7 +244,7 @@ def test_text_to_shards():
         path, out = write(folder, "a", b"a"), folder + "/out"
         for arguments, says in [
             ([out, path, folder + "/missing"], "/missing: cannot read"), ([out, folder], folder),
-            ([path + "/out", path], path + ": cannot create the folder"),
+            ([path + "/out", path], ": cannot create the folder: Not a directory"),
             ([out, "--tokenizer", folder + "/missing", path], "/missing"),
             ([out, "--tokenizer", path, path], "for a tokenizer"),
             ([out, write(folder, "empty", b"\n\n \n")], "no document")]:

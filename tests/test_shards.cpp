@@ -164,11 +164,11 @@ static void test_bad() {
     write_file(path, bytes);
     CHECK(refuses(in_child([&] { TokenData::from_glob(path, 256); }), 1, path + ": " + message));
   };
-  refused("half a header", good.substr(0, 1023), "1023 bytes, too short for a shard's header of 1024");
+  refused("half a header", good.substr(0, 1023), "cut short: nothing at byte 1023, expected 1 more");
   refused("a text file", std::string(5000, 'a'), "not a token shard: magic 1633771873, expected 20240520");
   refused("another version", shard_bytes(counting(100), SHARD_MAGIC, 2), "shard version 2, expected 1");
-  refused("a negative count", shard_bytes(counting(100), SHARD_MAGIC, 1, 0xFFFFFFFF),
-          "its header counts -1 tokens, expected 0 or more");
+  refused("the largest count", shard_bytes(counting(100), SHARD_MAGIC, 1, 0xFFFFFFFF),
+          "1224 bytes, expected 8589935614 as its header counts 4294967295 tokens");
   refused("one byte missing", good.substr(0, 1223), "1223 bytes, expected 1224 as its header counts 100");
   refused("one byte too many", good + "x", "1225 bytes, expected 1224 as its header counts 100 tokens");
   refused("a count larger than the file", shard_bytes(counting(100), SHARD_MAGIC, 1, 0x7FFFFFFF),

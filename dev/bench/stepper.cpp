@@ -17,8 +17,9 @@ int main(int argc, char** argv) {
   if (argc != 4) fatal(EXIT_USAGE, "expected: stepper CHECKPOINT BATCH wall|cpu, found %d arguments", argc - 1);
   const bool cpu_clock = std::string(argv[3]) == "cpu";
   const Checkpoint checkpoint = Checkpoint::open(argv[1]);
-  Config config;
-  fatal_if(config_from_metadata(checkpoint.metadata, &config));
+  Options o;
+  adopt_saved(o, checkpoint.metadata, true);
+  const Config config = model_config(o);
   FILE* file = fopen(argv[2], "rb");
   int32_t B = 0;
   if (!file || fread(&B, sizeof(B), 1, file) != 1 || B < 1) fatal(EXIT_ERROR, "%s: expected a batch", argv[2]);

@@ -13,10 +13,9 @@
 #include <functional>
 #include <map>
 
-#include "dev/common/config.h"  // Config, ARCH_NAMES
 #include "dev/common/errors.h"  // fatal, checked_mul
 #include "dev/common/files.h"   // InFile, OutFile
-#include "dev/common/flags.h"   // set_flag, model_problem: the same limits as on the command line
+#include "dev/common/flags.h"   // flag_table: names of the sizes
 #include "dev/common/text.h"    // Json, json_quote
 
 using Metadata = std::map<std::string, std::string>;
@@ -48,8 +47,7 @@ inline size_t bytes_of(const std::string& dtype) {  // of one element; 0: a type
 // program that writes them in another order.
 struct Checksum {
   uint64_t value = 14695981039346656037u;
-  explicit Checksum(const std::string& name) { mix(name); }
-  Checksum(const std::string& name, const std::vector<size_t>& shape) {
+  explicit Checksum(const std::string& name, const std::vector<size_t>& shape = {}) {
     mix(name);
     for (size_t d : shape) mix(uint32_t(d)), mix(uint32_t(d >> 32));
   }
@@ -67,218 +65,198 @@ struct Checksum {
   }
 };
 // The metadata's part: all but the checksum itself, and "format", which Python programs add when they save.
-inline uint64_t metadata_checksum(const std::map<std::string, std::string>& metadata) {
+inline uint64_t metadata_checksum(const Metadata& metadata) {
   uint64_t sum = 0;
-  for (const auto& entry : metadata) {
-    if (entry.first == "checksum" || entry.first == "format") continue;
-    Checksum checksum(entry.first);
-    checksum.mix(entry.second);
+  for (const auto& [name, text] : metadata) {
+    if (name == "checksum" || name == "format") continue;
+    Checksum checksum(name);
+    checksum.mix(text);
     sum += checksum.value;
   }
   return sum;
 }
 inline std::string checksum_text(uint64_t sum) { return format("%016" PRIx64, sum); }
 
+inline std::string shape_text(const std::vector<size_t>& shape) {  // "3,5"
+  std::string text;
+  for (size_t d : shape) text += (text.empty() ? "" : ",") + std::to_string(d);
+  return text;
+}
+inline size_t num_elements(const std::vector<size_t>& shape, const std::string& name) {
+  size_t n = 1;
+  for (size_t d : shape) n = checked_mul(n, d, name.c_str());
+  return n;
+}
+
 // ---- reading -------------------------------------------------------------------------------------------
 struct Checkpoint {
   struct Entry {
     std::string dtype;
     std::vector<size_t> shape;
-    size_t begin, end;
-  };  // bytes of the data
+    size_t begin, end;  // bytes of the data
+  };
   InFile file;
   size_t data = 0;  // where the data section starts in the file
-  std::map<std::string, std::string> metadata;
+  Metadata metadata;
   std::map<std::string, Entry> tensors;
 
-  // Opens and checks all of the file. Returns the error, empty when all is well.
-  std::string try_open(const std::string& path) {
+  // Opens a file and checks all of it; fatal if anything is wrong.
+  static Checkpoint open(const std::string& path) {
     const std::string index = path + ".index.json";
     if (access(path.c_str(), F_OK) != 0 && access(index.c_str(), F_OK) == 0)
-      return index + ": a model in several files, expected one: save it with a larger max_shard_size";
-    std::string error = file.open(path);
-    if (error.empty()) error = read_header();
-    if (error.empty()) error = check_layout();
-    if (error.empty()) error = check_data();
-    if (error.empty() && !metadata.count("arch")) error = read_config_json(path);
-    const bool names_file = error.compare(0, path.size(), path) == 0;
-    return error.empty() || names_file ? error : path + ": " + error;
-  }
-  static Checkpoint open(const std::string& path) {  // the same, fatal on error
+      fatal(EXIT_ERROR,
+            index + ": a model in several files, expected one: save it with a larger max_shard_size");
     Checkpoint checkpoint;
-    fatal_if(checkpoint.try_open(path));
+    checkpoint.file = InFile(path);
+    checkpoint.read_header();
+    checkpoint.check_layout();
+    checkpoint.check_data();
+    if (!checkpoint.metadata.count("arch")) checkpoint.read_config_json();
     return checkpoint;
+  }
+  std::string try_open(const std::string& path) {  // the same; returns the error, empty when all is well
+    return error_of([&] { *this = open(path); });
   }
 
   bool has(const std::string& name) const { return tensors.count(name) > 0; }
 
-  // Why the tensor cannot be read as float32 of this shape; empty if it can. Ask for all before reading any.
-  std::string problem(const std::string& name, const std::vector<size_t>& shape) const {
+  // The tensor's entry; fatal if it cannot be read as float32 of this shape.
+  const Entry& entry(const std::string& name, const std::vector<size_t>& shape) const {
     const auto found = tensors.find(name);
-    if (found == tensors.end()) return file.path + ": holds no tensor " + name;
-    const Entry& entry = found->second;
-    const std::string here = file.path + ": tensor " + name + " is ";
-    if (entry.shape != shape) return here + shape_text(entry.shape) + ", expected " + shape_text(shape);
-    if (bytes_of(entry.dtype) == 0) return here + entry.dtype + ", expected F32, F16 or BF16";
-    return "";
+    if (found == tensors.end()) bad("holds no tensor " + name);
+    const Entry& e = found->second;
+    if (e.shape != shape)
+      bad("tensor " + name + " is (" + shape_text(e.shape) + "), expected (" + shape_text(shape) + ")");
+    if (bytes_of(e.dtype) == 0) bad("tensor " + name + " is " + e.dtype + ", expected F32, F16 or BF16");
+    return e;
   }
 
   // Hands out the tensor in chunks, in order: put(offset, n, chunk) with n elements from element offset.
-  void read(const std::string& name, const std::vector<size_t>& shape,
-            const std::function<void(size_t offset, size_t n, const float* chunk)>& put) const {
-    fatal_if(problem(name, shape));
-    fatal_if(read_chunks(tensors.at(name), put));
+  using Put = std::function<void(size_t offset, size_t n, const float* chunk)>;
+  void read(const std::string& name, const std::vector<size_t>& shape, const Put& put) const {
+    read_chunks(entry(name, shape), put);
   }
 
  private:
-  using Put = std::function<void(size_t, size_t, const float*)>;
   static constexpr size_t MAX_HEADER = 16 << 20;
 
-  static std::string shape_text(const std::vector<size_t>& shape) {
-    std::string text;
-    for (size_t d : shape) text += (text.empty() ? "" : ",") + std::to_string(d);
-    return "(" + text + ")";
-  }
+  [[noreturn]] void bad(const std::string& what) const { fatal(EXIT_ERROR, file.path + ": " + what); }
 
-  std::string read_chunks(const Entry& entry, const Put& put) const {
+  void read_chunks(const Entry& e, const Put& put) const {
     std::vector<float> chunk(CHECKPOINT_CHUNK);
-    const bool halves = bytes_of(entry.dtype) == 2;
+    const bool halves = bytes_of(e.dtype) == 2;
     std::vector<uint16_t> packed(halves ? CHECKPOINT_CHUNK : 0);
-    const size_t bytes = halves ? 2 : 4, total = (entry.end - entry.begin) / bytes;
+    const size_t bytes = halves ? 2 : 4, total = (e.end - e.begin) / bytes;
     for (size_t offset = 0; offset < total; offset += CHECKPOINT_CHUNK) {
-      const size_t n = std::min(CHECKPOINT_CHUNK, total - offset), at = data + entry.begin + offset * bytes;
-      void* target = halves ? static_cast<void*>(packed.data()) : chunk.data();
-      const std::string error = file.read(at, n * bytes, target);
-      if (!error.empty()) return error;
-      for (size_t i = 0; halves && i < n; i++) chunk[i] = from_16_bits(packed[i], entry.dtype == "BF16");
+      const size_t n = std::min(CHECKPOINT_CHUNK, total - offset), at = data + e.begin + offset * bytes;
+      file.read(at, n * bytes, halves ? static_cast<void*>(packed.data()) : chunk.data());
+      for (size_t i = 0; halves && i < n; i++) chunk[i] = from_16_bits(packed[i], e.dtype == "BF16");
       put(offset, n, chunk.data());
     }
-    return "";
   }
 
-  std::string read_header() {
+  void read_header() {
     uint64_t length = 0;
-    if (file.size < 8) return format("%zu bytes, too short for a safetensors file", file.size);
-    std::string error = file.read(0, 8, &length);
-    if (!error.empty()) return error;
+    if (file.size < 8) bad(format("%zu bytes, too short for a safetensors file", file.size));
+    file.read(0, 8, &length);
     if (length > MAX_HEADER)
-      return format("no safetensors file: header of %" PRIu64 " bytes, expected up to %zu", length, MAX_HEADER);
+      bad(format("no safetensors file: header of %" PRIu64 " bytes, expected up to %zu", length, MAX_HEADER));
     if (length > file.size - 8)
-      return format("cut short: header of %" PRIu64 " bytes in a file of %zu", length, file.size);
+      bad(format("cut short: header of %" PRIu64 " bytes in a file of %zu", length, file.size));
     data = 8 + length;
     std::string text(length, '\0');
-    error = file.read(8, length, &text[0]);
-    if (!error.empty()) return error;
+    file.read(8, length, &text[0]);
     Json header;
-    error = JsonParser::parse(text, &header);
-    if (!error.empty()) return "header: " + error;
-    if (header.type != Json::object) return "header: expected a JSON object";
+    const std::string error = JsonParser::parse(text, &header);
+    if (!error.empty()) bad("header: " + error);
+    if (header.type != Json::object) bad("header: expected a JSON object");
     for (size_t i = 0; i < header.names.size(); i++) {
-      error = header.names[i] == "__metadata__" ? read_metadata(header.values[i])
-                                                : read_entry(header.names[i], header.values[i]);
-      if (!error.empty()) return "header: " + error;
+      if (header.names[i] == "__metadata__")
+        read_metadata(header.values[i]);
+      else
+        read_entry(header.names[i], header.values[i]);
     }
-    return "";
   }
 
-  std::string read_metadata(const Json& object) {
-    if (object.type != Json::object) return "__metadata__ is no object";
+  void read_metadata(const Json& object) {
+    if (object.type != Json::object) bad("header: __metadata__ is no object");
     for (size_t i = 0; i < object.names.size(); i++) {
-      if (object.values[i].type != Json::string) return "metadata " + object.names[i] + " is no string";
+      if (object.values[i].type != Json::string) bad("header: metadata " + object.names[i] + " is no string");
       metadata[object.names[i]] = unescape_bytes(object.values[i].text);
     }
-    return "";
   }
 
-  // Hugging Face keeps the sizes in config.json beside the weights; dev/hf/export.py names them as our flags
-  // are.
-  std::string read_config_json(const std::string& path) {
-    const std::string beside = path.substr(0, path.rfind('/') + 1) + "config.json";
-    if (access(beside.c_str(), F_OK) != 0) return "";  // then the flags must say them
-    InFile config_file;
-    std::string error = config_file.open(beside);
-    std::string text(std::min(config_file.size, MAX_HEADER), '\0');
-    if (error.empty()) error = config_file.read(0, text.size(), &text[0]);
-    if (!error.empty()) return error;
-    Json config;
-    error = JsonParser::parse(text, &config);
-    if (!error.empty()) return beside + ": " + error;
-    for (const Flag& flag : flag_table()) {
-      std::string name = flag.name;
-      std::replace(name.begin(), name.end(), '-', '_');
-      const Json* value = flag.traits & MODEL ? config.find(name.c_str()) : nullptr;
-      if (value && (value->type == Json::number || value->type == Json::string))
-        metadata[flag.name] = value->text;
-    }
-    return "";
+  void read_entry(const std::string& name, const Json& object) {
+    const auto counts = [&](const char* key) {
+      const Json* list = object.find(key);
+      bool good = list && list->type == Json::array;
+      std::vector<size_t> numbers(good ? list->values.size() : 0);
+      for (size_t i = 0; i < numbers.size(); i++) good = good && list->values[i].as_count(&numbers[i]);
+      if (!good) bad("header: tensor " + name + ": " + key + " is no list of whole numbers");
+      return numbers;
+    };
+    const Json* dtype = object.find("dtype");
+    const std::vector<size_t> offsets = counts("data_offsets");
+    if (!dtype || dtype->type != Json::string) bad("header: tensor " + name + " has no dtype");
+    if (offsets.size() != 2) bad("header: tensor " + name + ": data_offsets are not two");
+    tensors[name] = {dtype->text, counts("shape"), offsets[0], offsets[1]};
   }
 
-  std::string read_entry(const std::string& name, const Json& object) {
-    const Json *dtype = object.find("dtype"), *shape = object.find("shape");
-    const Json* offsets = object.find("data_offsets");
-    if (!dtype || dtype->type != Json::string) return "tensor " + name + " has no dtype";
-    if (!shape || shape->type != Json::array) return "tensor " + name + " has no shape";
-    if (!offsets || offsets->type != Json::array || offsets->values.size() != 2)
-      return "tensor " + name + " has no data_offsets";
-    Entry entry = {dtype->text, {}, 0, 0};
-    for (const Json& d : shape->values) {
-      entry.shape.push_back(0);
-      if (!d.as_count(&entry.shape.back())) return "tensor " + name + ": a dimension is no whole number";
-    }
-    if (!offsets->values[0].as_count(&entry.begin) || !offsets->values[1].as_count(&entry.end))
-      return "tensor " + name + ": data_offsets are no whole numbers";
-    tensors[name] = entry;
-    return "";
-  }
-
-  // What is wrong with a tensor's place, empty if nothing. Of types not read we know only where they lie.
-  static std::string check_entry(const Entry& entry) {
-    if (entry.end < entry.begin) return "ends before it starts";
-    size_t bytes = bytes_of(entry.dtype);
-    if (bytes == 0) return "";
-    for (size_t d : entry.shape) {
-      if (d != 0 && bytes > SIZE_MAX / d) return "has a shape that does not fit in 64 bits";
-      bytes *= d;
-    }
-    if (entry.end - entry.begin == bytes) return "";
-    return format("takes %zu bytes, expected %zu for its shape", entry.end - entry.begin, bytes);
-  }
-
-  // The tensors must fill the data section exactly: no gap, no overlap, nothing after the last one.
-  std::string check_layout() const {
+  // Each tensor takes the bytes of its shape (of types not read we know only where they lie), and together they
+  // fill the data section exactly: no gap, no overlap, nothing after the last one.
+  void check_layout() const {
     std::vector<std::pair<size_t, size_t>> places;  // begin, end
-    for (const auto& t : tensors) {
-      const std::string error = check_entry(t.second);
-      if (!error.empty()) return "tensor " + t.first + " " + error;
-      places.push_back({t.second.begin, t.second.end});
+    for (const auto& [name, e] : tensors) {
+      if (e.end < e.begin) bad("tensor " + name + " ends before it starts");
+      const std::string here = file.path + ": tensor " + name;
+      const size_t bytes = checked_mul(num_elements(e.shape, here), bytes_of(e.dtype), here.c_str());
+      if (bytes_of(e.dtype) > 0 && e.end - e.begin != bytes)
+        fatal(EXIT_ERROR, "%s takes %zu bytes, expected %zu for its shape", here.c_str(), e.end - e.begin,
+              bytes);
+      places.push_back({e.begin, e.end});
     }
     std::sort(places.begin(), places.end());
     size_t at = 0;
-    for (const auto& place : places) {
-      if (place.first != at)
-        return format("a tensor starts at byte %zu of the data, expected %zu", place.first, at);
-      at = place.second;
+    for (const auto& [begin, end] : places) {
+      if (begin != at) bad(format("a tensor starts at byte %zu of the data, expected %zu", begin, at));
+      at = end;
     }
-    if (at == file.size - data) return "";
-    return format("%zu bytes of data, expected %zu: cut short or altered", file.size - data, at);
+    if (at != file.size - data)
+      bad(format("%zu bytes of data, expected %zu: cut short or altered", file.size - data, at));
   }
 
   // A file of ours has a checksum; one from elsewhere has neither that nor our format_version.
-  std::string check_data() const {
-    const auto version = metadata.find("format_version");
+  void check_data() const {
+    const auto version = metadata.find("format_version"), checksum = metadata.find("checksum");
     if (version != metadata.end() && version->second != CHECKPOINT_FORMAT)
-      return "format_version is '" + version->second + "', expected " + CHECKPOINT_FORMAT;
-    if (!metadata.count("checksum")) return metadata.count("format_version") ? "metadata lacks checksum" : "";
+      bad("format_version is '" + version->second + "', expected " + CHECKPOINT_FORMAT);
+    if (checksum == metadata.end() && version != metadata.end()) bad("metadata lacks checksum");
+    if (checksum == metadata.end()) return;
     uint64_t sum = metadata_checksum(metadata);
-    for (const auto& t : tensors) {
-      Checksum checksum(t.first, t.second.shape);
-      const auto mix = [&](size_t, size_t n, const float* chunk) { checksum.mix(chunk, n); };
-      const std::string error = read_chunks(t.second, mix);
-      if (!error.empty()) return error;
-      sum += checksum.value;
+    for (const auto& [name, e] : tensors) {
+      Checksum tensor(name, e.shape);
+      read_chunks(e, [&](size_t, size_t n, const float* chunk) { tensor.mix(chunk, n); });
+      sum += tensor.value;
     }
-    if (checksum_text(sum) == metadata.at("checksum")) return "";
-    return "checksum " + checksum_text(sum) + ", expected " + metadata.at("checksum") + ": altered";
+    if (checksum_text(sum) != checksum->second)
+      bad("checksum " + checksum_text(sum) + ", expected " + checksum->second + ": altered");
+  }
+
+  // Hugging Face keeps the sizes in config.json beside the weights; dev/hf/export.py names them as our flags
+  // are. Without it the flags must say them.
+  void read_config_json() {
+    const std::string beside = file.path.substr(0, file.path.rfind('/') + 1) + "config.json";
+    if (access(beside.c_str(), F_OK) != 0) return;
+    Json config;
+    const std::string error = JsonParser::parse(InFile(beside).read_all(), &config);
+    if (!error.empty()) fatal(EXIT_ERROR, beside + ": " + error);
+    for (const Flag& flag : flag_table()) {
+      std::string name = flag.name;
+      std::replace(name.begin(), name.end(), '-', '_');
+      const Json* value = flag.traits & MODEL ? config.find(name) : nullptr;
+      if (value && (value->type == Json::number || value->type == Json::string))
+        metadata[flag.name] = value->text;
+    }
   }
 };
 
@@ -287,27 +265,18 @@ struct CheckpointTensor {
   std::string name;
   std::vector<size_t> shape;
   std::function<void(size_t offset, size_t n, float* chunk)> get;  // copies elements offset .. offset+n-1
-  size_t size() const {
-    size_t n = 1;
-    for (size_t d : shape) n = checked_mul(n, d, name.c_str());
-    return n;
-  }
 };
 
 // The JSON header, padded with spaces so that the data starts at a multiple of 64 bytes in the file.
 inline std::string checkpoint_header(const Metadata& metadata, const std::vector<CheckpointTensor>& tensors) {
   std::string header = "{\"__metadata__\":{";
-  for (const auto& entry : metadata)
-    header += (header.back() == '{' ? "" : ",") + json_quote(entry.first) + ":" +
-              json_quote(escape_bytes(entry.second));
+  for (const auto& [name, text] : metadata)
+    header += (header.back() == '{' ? "" : ",") + json_quote(name) + ":" + json_quote(escape_bytes(text));
   header += "}";
   size_t offset = 0;
   for (const CheckpointTensor& t : tensors) {
-    std::string shape;
-    for (size_t d : t.shape) shape += (shape.empty() ? "" : ",") + std::to_string(d);
-    const size_t bytes = checked_mul(t.size(), sizeof(float), t.name.c_str());
-    const size_t end = checked_add(offset, bytes, t.name.c_str());
-    header += "," + json_quote(t.name) + ":{\"dtype\":\"F32\",\"shape\":[" + shape + "],";
+    const size_t end = offset + sizeof(float) * num_elements(t.shape, t.name);
+    header += "," + json_quote(t.name) + ":{\"dtype\":\"F32\",\"shape\":[" + shape_text(t.shape) + "],";
     header += format("\"data_offsets\":[%zu,%zu]}", offset, end);
     offset = end;
   }
@@ -333,7 +302,8 @@ inline void checkpoint_write(const std::string& path, Metadata metadata,
   std::vector<float> chunk(CHECKPOINT_CHUNK);
   for (const CheckpointTensor& t : tensors) {
     Checksum checksum(t.name, t.shape);
-    for (size_t offset = 0, total = t.size(); offset < total; offset += CHECKPOINT_CHUNK) {
+    const size_t total = num_elements(t.shape, t.name);
+    for (size_t offset = 0; offset < total; offset += CHECKPOINT_CHUNK) {
       const size_t n = std::min(CHECKPOINT_CHUNK, total - offset);
       t.get(offset, n, chunk.data());
       checksum.mix(chunk.data(), n);
@@ -346,37 +316,11 @@ inline void checkpoint_write(const std::string& path, Metadata metadata,
   file.commit();
 }
 
-// ---- metadata ------------------------------------------------------------------------------------------
-inline Metadata config_to_metadata(const Config& c) {
-  return {{"arch", ARCH_NAMES[int(c.arch)]}, {"layers", std::to_string(c.L)},
-          {"width", std::to_string(c.C)},    {"heads", std::to_string(c.NH)},
-          {"ffn", std::to_string(c.F)},      {"block-size", std::to_string(c.S)},
-          {"context", std::to_string(c.T)},  {"vocab", std::to_string(c.V)}};
-}
-
-// Reads the sizes back. Returns the error, empty when all is well: a file from elsewhere may say anything.
-inline std::string config_from_metadata(const Metadata& metadata, Config* config) {
-  Options o;
-  for (const auto& field : config_to_metadata(Config())) {
-    const auto found = metadata.find(field.first);
-    if (found == metadata.end()) return "metadata lacks " + field.first;
-    const std::string allowed = set_flag(o, *find_flag(field.first), found->second);
-    if (!allowed.empty())
-      return "metadata: " + field.first + " is '" + found->second + "', expected " + allowed;
-  }
-  const std::string problem = model_problem(o);
-  if (!problem.empty()) return "metadata: " + problem;
-  *config = model_config(o);
-  return "";
-}
-
-// A number of the metadata, such as "step".
-inline std::string count_from_metadata(const Metadata& metadata, const std::string& name, size_t* value) {
+// A number of the metadata, such as "step"; fatal if it is missing.
+inline size_t count_from_metadata(const Metadata& metadata, const std::string& name) {
   const auto found = metadata.find(name);
-  if (found == metadata.end()) return "metadata lacks " + name;
-  uint64_t n = 0;
-  if (!parse_count(found->second, &n))
-    return "metadata: " + name + " is '" + found->second + "', expected a whole number";
-  *value = n;
-  return "";
+  if (found == metadata.end()) fatal(EXIT_ERROR, "metadata lacks " + name);
+  size_t n;
+  if (parse_count(found->second, &n)) return n;
+  fatal(EXIT_ERROR, "metadata: " + name + " is '" + found->second + "', expected a whole number");
 }

@@ -184,20 +184,20 @@ inline ParamCount count_params(const Config& c) {
   return n;
 }
 
-// Names the piece of a family, a tensor or a layer of one, that comes first on the way down from the output to
-// the embedding, of those that have(id, offset, n) says yes to: the tensor's elements offset .. offset + n - 1.
-// "" if there is none.
+// Names the piece of a family, a tensor or a layer of one, that is nearest to the output among those that
+// have(id, offset, n) says yes to: the tensor's elements offset .. offset + n - 1. "" if there is none.
 template <class Have>
 std::string nearest_to_output(const Config& c, Have have) {
-  std::vector<TensorSpec> table = tensor_table(c);  // in the order of the network
-  std::reverse(table.begin(), table.end());
-  for (size_t depth = c.L + 2; depth-- > 0;)  // L + 1: the output; l + 1: layer l; 0: the embedding
-    for (const TensorSpec& t : table) {
-      const bool layer = depth > 0 && depth <= c.L;
-      if (!t.present || t.per_layer != layer || (!layer && (t.id == TENSOR_wte) != (depth == 0))) continue;
-      const size_t n = layer ? t.size() / c.L : t.size();
-      if (have(t.id, layer ? (depth - 1) * n : 0, n))
-        return layer ? std::string(t.name) + ", layer " + std::to_string(depth - 1) : t.name;
+  std::string nearest;
+  size_t highest = 0;                            // 0: the embedding; l + 1: layer l; L + 1: the output
+  for (const TensorSpec& t : tensor_table(c)) {  // in the order of the network
+    const size_t pieces = t.per_layer ? c.L : 1, n = t.size() / pieces;
+    for (size_t l = 0; l < pieces && t.present; l++) {
+      const size_t depth = t.per_layer ? l + 1 : t.id == TENSOR_wte ? 0 : c.L + 1;
+      if (depth < highest || !have(t.id, l * n, n)) continue;
+      highest = depth;
+      nearest = t.name + (t.per_layer ? ", layer " + std::to_string(l) : "");
     }
-  return "";
+  }
+  return nearest;
 }

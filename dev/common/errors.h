@@ -1,7 +1,7 @@
 // errors.h - failing well: one-line errors, checked sizes and memory.
 //
 // What cannot go on ends in fatal(): one line on stderr that names the thing, what was found and what was
-// expected. Functions whose caller may have a second plan return that line instead, empty when all is well.
+// expected. A caller with a second plan asks for that line instead, by error_of().
 #pragma once
 #include <atomic>
 #include <cerrno>
@@ -12,7 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <string>
-#include <type_traits>
+#include <utility>
 #include <vector>
 
 static_assert(sizeof(size_t) == 8, "sizes and offsets pass 2^32: a 64-bit machine is needed");
@@ -26,7 +26,7 @@ constexpr int EXIT_USAGE = 2;  // the command line is wrong; nothing was written
 
 inline std::atomic<bool> line_is_open{false};  // the terminal shows a line that is still without its end
 
-// Tests and fuzzers set this to get an exception where the trainers end.
+// What fatal() throws, in place of ending the program, where fatal_throws is set: in error_of() and in tests.
 struct Fatal {
   int exit_code;
   std::string message;
@@ -37,28 +37,22 @@ inline bool fatal_throws = false;
 
 // printf to a string.
 PRINTF_LIKE(1, 0) inline std::string vformat(const char* text, va_list arguments) {
-  va_list again;
-  va_copy(again, arguments);
-  const int length = vsnprintf(nullptr, 0, text, again);
-  va_end(again);
-  std::string result(length > 0 ? size_t(length) : 0, '\0');
-  if (length > 0) vsnprintf(&result[0], result.size() + 1, text, arguments);
+  char* made = nullptr;
+  if (vasprintf(&made, text, arguments) < 0) return text;
+  const std::string result = made;
+  free(made);
   return result;
 }
 PRINTF_LIKE(1, 2) inline std::string format(const char* text, ...) {
   va_list arguments;
   va_start(arguments, text);
-  std::string result = vformat(text, arguments);
+  const std::string result = vformat(text, arguments);
   va_end(arguments);
   return result;
 }
 
 // Prints "error: ..." as one line on stderr and ends the program.
-[[noreturn]] PRINTF_LIKE(2, 3) inline void fatal(int exit_code, const char* text, ...) {
-  va_list arguments;
-  va_start(arguments, text);
-  std::string message = vformat(text, arguments);
-  va_end(arguments);
+[[noreturn]] inline void fatal(int exit_code, std::string message) {
   for (char& c : message)
     if (c == '\n' || c == '\r') c = ' ';  // one line, whatever a file name holds
   if (fatal_throws) throw Fatal{exit_code, message};
@@ -66,19 +60,32 @@ PRINTF_LIKE(1, 2) inline std::string format(const char* text, ...) {
   fprintf(stderr, "%serror: %s\n", line_is_open ? "\n" : "", message.c_str());
   exit(exit_code);
 }
-// For functions that return their error as a line: ends the program if there is one.
-inline void fatal_if(const std::string& error) {
-  if (!error.empty()) fatal(EXIT_ERROR, "%s", error.c_str());
+[[noreturn]] PRINTF_LIKE(2, 3) inline void fatal(int exit_code, const char* text, ...) {
+  va_list arguments;
+  va_start(arguments, text);
+  const std::string message = vformat(text, arguments);
+  va_end(arguments);
+  fatal(exit_code, message);
+}
+
+// The message with which work() would have ended the program; empty if all went well.
+template <class Work>
+std::string error_of(Work work) {
+  const bool threw_before = std::exchange(fatal_throws, true);
+  std::string message;
+  try {
+    work();
+  } catch (const Fatal& error) {
+    message = error.message;
+  }
+  fatal_throws = threw_before;
+  return message;
 }
 
 // ---- sizes ---------------------------------------------------------------------------------------------
 inline size_t checked_mul(size_t a, size_t b, const char* what) {
   if (b != 0 && a > SIZE_MAX / b) fatal(EXIT_ERROR, "%s: %zu * %zu does not fit in 64 bits", what, a, b);
   return a * b;
-}
-inline size_t checked_add(size_t a, size_t b, const char* what) {
-  if (a > SIZE_MAX - b) fatal(EXIT_ERROR, "%s: %zu + %zu does not fit in 64 bits", what, a, b);
-  return a + b;
 }
 
 // "512 B", "1.5 KiB", "37.2 MiB": powers of 1024, as memory is counted.
@@ -102,19 +109,15 @@ inline std::string human_count(double n, int digits = 4) {
 // ---- memory --------------------------------------------------------------------------------------------
 // 64-byte aligned, so that a vector load never straddles a cache line. The contents are undefined; with
 // -DFILL_NAN every byte is 0xFF, which reads as NaN, so a value used before it is written shows itself.
-inline void* checked_alloc(size_t bytes, const char* what) {
-  const size_t rounded = checked_add(bytes, 63, what) / 64 * 64;
-  void* memory = nullptr;
-  if (posix_memalign(&memory, 64, rounded > 0 ? rounded : 64) != 0)
-    fatal(EXIT_ERROR, "out of memory: %s needs %s", what, human_bytes(bytes).c_str());
-#ifdef FILL_NAN
-  memset(memory, 0xFF, rounded);
-#endif
-  return memory;
-}
 template <class T>
 T* alloc_array(size_t n, const char* what) {
-  static_assert(std::is_trivially_copyable<T>::value, "for plain numbers only");
-  return static_cast<T*>(checked_alloc(checked_mul(n, sizeof(T), what), what));
+  const size_t bytes = checked_mul(n, sizeof(T), what);
+  void* memory = nullptr;
+  if (posix_memalign(&memory, 64, bytes) != 0)
+    fatal(EXIT_ERROR, "out of memory: %s needs %s", what, human_bytes(bytes).c_str());
+#ifdef FILL_NAN
+  memset(memory, 0xFF, bytes);
+#endif
+  return static_cast<T*>(memory);
 }
 inline void free_array(void* memory) { free(memory); }

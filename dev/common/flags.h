@@ -74,8 +74,7 @@ inline const std::vector<Flag>& flag_table() {
       {"width", &O::width, "C", 2, 65536, MODEL, "channels of the residual sources"},
       {"heads", &O::heads, "NH", 1, 4096, MODEL, "attention heads; divides the width, width / heads is even"},
       {"ffn", &O::ffn, "F", 1, 1048576, MODEL, "feed-forward width"},
-      {"block-size", &O::block_size, "S", 1, 8192, MODEL,
-       "sublayers a block: even, or 1: each output a source"},
+      {"block-size", &O::block_size, "S", 1, 8192, MODEL, "sublayers a block: even; or 1: all are sources"},
       {"context", &O::context, "T", 1, 1048576, MODEL, "tokens the model looks back on"},
       {"vocab", &O::vocab, "V", 2, 65536, MODEL, "vocabulary; default: the tokenizer's size, or the preset's"},
       {"train", &O::train, "GLOB", 0, 0, 0, "training shards; without --train and --val: built-in stories"},
@@ -85,8 +84,7 @@ inline const std::vector<Flag>& flag_table() {
       {"out", &O::out, "DIR", 0, 0, NOW, "folder of the run; default runs/<preset>-<arch>-<seed>"},
       {"resume", &O::resume, "PATH", 0, 0, NOW, "go on from a run's folder or checkpoint"},
       {"init-from", &O::init_from, "PATH", 0, 0, NOW, "start from the weights of a run's folder or checkpoint"},
-      {"new-data", &O::new_data, "", 0, 0, NOW,
-       "go on, with --resume, though the training shards have changed"},
+      {"new-data", &O::new_data, "", 0, 0, NOW, "resume though the training shards have changed"},
       {"steps", &O::steps, "N", 0, 1e12, 0, "optimiser steps"},
       {"batch", &O::batch, "B", 1, 1048576, 0, "sequences computed at a time"},
       {"total-batch", &O::total_batch, "TOKENS", 1, 1e12, 0, "tokens a step; a multiple of batch * context"},
@@ -107,17 +105,55 @@ inline const std::vector<Flag>& flag_table() {
       {"temperature", &O::temperature, "X", 0, 1000, 0, "of sampling; 0: always the most likely token"},
       {"top-k", &O::top_k, "K", 0, 65536, 0, "sample from the K most likely tokens; 0: from all"},
       {"top-p", &O::top_p, "P", 0, 1, 0, "sample from the fewest tokens that hold this probability"},
-      {"checkpoint-every", &O::checkpoint_every, "N", 0, 1e12, 0,
-       "steps between checkpoints; 0: the last only"},
+      {"checkpoint-every", &O::checkpoint_every, "N", 0, 1e12, 0, "steps from save to save; 0: last only"},
       {"keep", &O::keep, "N", 0, 1e9, 0, "checkpoints to keep, the newest; 0: all"},
       {"quiet", &O::quiet, "", 0, 0, NOW, "print only what matters most: no step lines, no pictures"},
       {"dry-run", &O::dry_run, "", 0, 0, NOW, "print sizes, memory, data and schedule, then stop"},
       {"dtype", &O::dtype, "bf16|fp32", 0, 0, GPU, "what the GPU computes in"},
-      {"profile", &O::profile, "N", 0, 1e6, NOW | GPU,
-       "time N steps function by function, print a table, go on"},
+      {"profile", &O::profile, "N", 0, 1e6, NOW | GPU, "time N steps by function, print a table, go on"},
       {"recompute", &O::recompute, "", 0, 0, GPU, "recompute activations in the backward pass to save memory"},
   };
   return table;
+}
+
+// ---- values --------------------------------------------------------------------------------------------
+inline const Flag* find_flag(const std::string& name) {
+  for (const Flag& flag : flag_table())
+    if (name == flag.name) return &flag;
+  return nullptr;
+}
+inline bool is_switch(const Flag& flag) { return std::holds_alternative<bool Options::*>(flag.member); }
+inline bool available(const Flag& flag, Device device) { return device == Device::gpu || !(flag.traits & GPU); }
+
+// Sets a flag from text. Returns what would have been allowed, empty when all is well.
+inline std::string set_flag(Options& o, const Flag& flag, const std::string& text) {
+  const std::string range = number_text(flag.min) + " to " + number_text(flag.max);
+  if (auto member = std::get_if<std::string Options::*>(&flag.member)) {
+    const std::string choices = std::string("|") + flag.value + "|";
+    const bool listed = text.find('|') == std::string::npos && choices.find("|" + text + "|") != choices.npos;
+    if (strchr(flag.value, '|') && !listed) return flag.value;
+    o.*(*member) = text;
+  } else if (auto member = std::get_if<size_t Options::*>(&flag.member)) {
+    size_t n;
+    const bool ok = parse_count(text, &n) && double(n) >= flag.min && double(n) <= flag.max;
+    if (!ok) return "a whole number from " + range;
+    o.*(*member) = n;
+  } else if (auto member = std::get_if<double Options::*>(&flag.member)) {
+    double x;
+    if (!parse_double(text, &x) || x < flag.min || x > flag.max) return "a number from " + range;
+    o.*(*member) = x;
+  } else {
+    if (text != "true" && text != "false") return "true or false";
+    o.*std::get<bool Options::*>(flag.member) = text == "true";
+  }
+  return "";
+}
+// The value as text that set_flag reads back exactly.
+inline std::string flag_text(const Options& o, const Flag& flag) {
+  if (auto member = std::get_if<std::string Options::*>(&flag.member)) return o.*(*member);
+  if (auto member = std::get_if<size_t Options::*>(&flag.member)) return std::to_string(o.*(*member));
+  if (auto member = std::get_if<double Options::*>(&flag.member)) return number_text(o.*(*member));
+  return o.*std::get<bool Options::*>(flag.member) ? "true" : "false";
 }
 
 // ---- presets -------------------------------------------------------------------------------------------
@@ -141,95 +177,24 @@ constexpr Preset PRESETS[] = {
      "batch 1", "batch 16 total-batch 524288"},
 };
 
-inline const Flag* find_flag(const std::string& name) {
-  for (const Flag& flag : flag_table())
-    if (name == flag.name) return &flag;
-  return nullptr;
-}
-inline bool is_switch(const Flag& flag) { return std::holds_alternative<bool Options::*>(flag.member); }
-inline bool available(const Flag& flag, Device device) { return device == Device::gpu || !(flag.traits & GPU); }
-
-// ---- values --------------------------------------------------------------------------------------------
-inline std::string range_text(const Flag& flag) {
-  return number_text(flag.min) + " to " + number_text(flag.max);
-}
-
-// Sets a flag from text. Returns what would have been allowed, empty when all is well.
-inline std::string set_flag(Options& o, const Flag& flag, const std::string& text) {
-  if (auto member = std::get_if<std::string Options::*>(&flag.member)) {
-    const std::string choices = std::string("|") + flag.value + "|";
-    const bool listed = text.find('|') == std::string::npos && choices.find("|" + text + "|") != choices.npos;
-    if (strchr(flag.value, '|') && !listed) return flag.value;
-    o.*(*member) = text;
-  } else if (auto member = std::get_if<size_t Options::*>(&flag.member)) {
-    uint64_t n;
-    const bool ok = parse_count(text, &n) && double(n) >= flag.min && double(n) <= flag.max;
-    if (!ok) return "a whole number from " + range_text(flag);
-    o.*(*member) = n;
-  } else if (auto member = std::get_if<double Options::*>(&flag.member)) {
-    double x;
-    if (!parse_double(text, &x) || x < flag.min || x > flag.max) return "a number from " + range_text(flag);
-    o.*(*member) = x;
-  } else {
-    if (text != "true" && text != "false") return "true or false";
-    o.*std::get<bool Options::*>(flag.member) = text == "true";
-  }
-  return "";
-}
-// The value as text that set_flag reads back exactly.
-inline std::string flag_text(const Options& o, const Flag& flag) {
-  if (auto member = std::get_if<std::string Options::*>(&flag.member)) return o.*(*member);
-  if (auto member = std::get_if<size_t Options::*>(&flag.member)) return format("%zu", o.*(*member));
-  if (auto member = std::get_if<double Options::*>(&flag.member)) return number_text(o.*(*member));
-  return o.*std::get<bool Options::*>(flag.member) ? "true" : "false";
-}
-
-// ---- the model -----------------------------------------------------------------------------------------
-// What is wrong with the model's settings taken together, starting with a flag's name; empty if they fit.
-inline std::string model_problem(const Options& o) {
-  if (o.width % o.heads != 0 || o.width / o.heads % 2 != 0)
-    return format("heads: got %zu; expected width / heads, here %zu / %zu, to be an even whole number", o.heads,
-                  o.width, o.heads);
-  if (o.block_size != 1 && o.block_size % 2 != 0)
-    return format("block-size: got %zu, expected an even number of sublayers, or 1", o.block_size);
-  return "";
-}
-inline Config model_config(const Options& o) {
-  Config c;
-  for (int i = 0; i < NUM_ARCHS; i++)
-    if (o.arch == ARCH_NAMES[i]) c.arch = Arch(i);
-  c.L = o.layers, c.C = o.width, c.NH = o.heads, c.F = o.ffn;
-  c.S = o.block_size, c.T = o.context, c.V = o.vocab;
-  return c;
-}
-
-inline const char* program_name(Device device) {
-  return device == Device::cpu ? "train_rdattnres_cpu" : "train_rdattnres";
-}
-
-// ---- presets -------------------------------------------------------------------------------------------
-inline void apply_settings(Options& o, const std::string& settings) {  // "name value name value ..."
-  std::istringstream words(settings);
-  std::string name, value;
-  while (words >> name >> value) {
-    const Flag* flag = find_flag(name);
-    if (!flag || !set_flag(o, *flag, value).empty())
-      fatal(EXIT_ERROR, "preset: bad setting %s %s", name.c_str(), value.c_str());
-  }
-}
 inline Options preset_options(const std::string& name, Device device) {
   Options o;
   o.device = device;
   o.preset = name;
   for (const Preset& preset : PRESETS) {
     if (name != preset.name) continue;
-    apply_settings(o, preset.flags);
-    apply_settings(o, device == Device::cpu ? preset.cpu : preset.gpu);
+    std::istringstream words(preset.flags + std::string(" ") +
+                             (device == Device::cpu ? preset.cpu : preset.gpu));
+    for (std::string flag, value; words >> flag >> value;) set_flag(o, *find_flag(flag), value);
   }
   return o;
 }
 
 // ---- help ----------------------------------------------------------------------------------------------
+inline const char* program_name(Device device) {
+  return device == Device::cpu ? "train_rdattnres_cpu" : "train_rdattnres";
+}
+
 inline void print_help(Device device) {
   const Options defaults = preset_options("tiny", device);
   printf(
@@ -239,7 +204,7 @@ inline void print_help(Device device) {
       program_name(device));
   for (const Flag& flag : flag_table()) {
     if (!available(flag, device)) continue;
-    const bool settled_later = &flag == find_flag("warmup") || &flag == find_flag("total-batch");
+    const bool settled_later = !strcmp(flag.name, "warmup") || !strcmp(flag.name, "total-batch");
     const std::string value = is_switch(flag) || settled_later ? "" : flag_text(defaults, flag);
     std::string left = std::string("--") + flag.name + " " + flag.value;
     if (left.size() > 25) left += "\n" + std::string(27, ' ');
@@ -251,81 +216,31 @@ inline void print_help(Device device) {
     printf("  %-6s%s %s\n", p.name, p.flags, device == Device::cpu ? p.cpu : p.gpu);
 }
 
-// ---- a name that is no flag -----------------------------------------------------------------------------
-// The fewest letters to change, put in or leave out that make one word of the other.
-inline size_t edit_distance(const std::string& a, const std::string& b) {
-  std::vector<size_t> row(b.size() + 1);
-  for (size_t j = 0; j <= b.size(); j++) row[j] = j;
-  for (size_t i = 0; i < a.size(); i++) {
-    size_t diagonal = row[0];
-    row[0] = i + 1;
-    for (size_t j = 0; j < b.size(); j++) {
-      const size_t changed = diagonal + (a[i] != b[j]);
-      diagonal = row[j + 1];
-      row[j + 1] = std::min({changed, row[j] + 1, diagonal + 1});
-    }
-  }
-  return row.back();
+// Whether one word becomes the other by changing, putting in or leaving out n letters at most.
+inline bool within_letters(const char* a, const char* b, int n) {
+  while (*a && *a == *b) a++, b++;
+  if (*a == *b) return true;  // both have ended
+  if (n == 0) return false;
+  return (*a && *b && within_letters(a + 1, b + 1, n - 1)) || (*a && within_letters(a + 1, b, n - 1)) ||
+         (*b && within_letters(a, b + 1, n - 1));
 }
 // "; did you mean --batch?" for "bach": the flag one or two letters off, else one described in these words.
 inline std::string suggestion(std::string name, Device device) {
   if (name == "help") return "; did you mean --help?";
   std::replace(name.begin(), name.end(), '_', '-');
-  std::string words = name, nearest;
+  std::string words = name;
   std::replace(words.begin(), words.end(), '-', ' ');
-  size_t least = 3;
-  for (const Flag& flag : flag_table()) {
-    const size_t distance = edit_distance(name, flag.name);
-    if (!available(flag, device) || distance >= least || 2 * distance > strlen(flag.name)) continue;
-    nearest = flag.name;
-    least = distance;
-  }
-  for (const Flag& flag : flag_table())
-    if (nearest.empty() && words.size() > 3 && strstr(flag.help, words.c_str())) nearest = flag.name;
-  return nearest.empty() ? "" : "; did you mean --" + nearest + "?";
+  for (int letters : {0, 1, 2, 3})
+    for (const Flag& flag : flag_table()) {
+      const bool similar = letters < 3 ? within_letters(name.c_str(), flag.name, letters) &&
+                                             strlen(flag.name) >= size_t(2 * letters)
+                                       : words.size() > 3 && strstr(flag.help, words.c_str());
+      if (similar && available(flag, device)) return std::string("; did you mean --") + flag.name + "?";
+    }
+  return "";
 }
 
 // ---- the parser ----------------------------------------------------------------------------------------
-// One --name [value] of the command line, cut out but not yet understood.
-struct Argument {
-  const Flag* flag;
-  std::string value;
-};
-
-inline std::vector<Argument> split_arguments(int argc, char** argv, Device device) {
-  std::vector<Argument> arguments;
-  std::set<std::string> seen;
-  for (int i = 1; i < argc; i++) {
-    const std::string word = argv[i];
-    if (word.compare(0, 2, "--") != 0) {
-      const bool shell_glob = !arguments.empty() && !strcmp(arguments.back().flag->value, "GLOB");
-      const std::string name = word.substr(std::min(word.size(), word.find_first_not_of('-')));
-      fatal(EXIT_USAGE, "'%s': expected --flag value%s", word.c_str(),
-            shell_glob ? " (put globs in quotes: the shell must leave them alone)"
-                       : suggestion(name, device).c_str());
-    }
-    const size_t equals = word.find('=');
-    const std::string name = word.substr(2, equals == std::string::npos ? equals : equals - 2);
-    const Flag* flag = find_flag(name);
-    if (!flag)
-      fatal(EXIT_USAGE, "--%s: no such flag%s; --help lists them all", name.c_str(),
-            suggestion(name, device).c_str());
-    if (!available(*flag, device))
-      fatal(EXIT_USAGE, "--%s: for the GPU trainer only; this one computes in float32 on the CPU", flag->name);
-    if (!seen.insert(name).second) fatal(EXIT_USAGE, "--%s: given twice; expected once", flag->name);
-    std::string value = "true";
-    if (equals != std::string::npos) {
-      value = word.substr(equals + 1);
-    } else if (!is_switch(*flag)) {
-      if (i + 1 >= argc || strncmp(argv[i + 1], "--", 2) == 0)
-        fatal(EXIT_USAGE, "--%s: value missing; expected --%s %s", flag->name, flag->name, flag->value);
-      value = argv[++i];
-    }
-    arguments.push_back({flag, value});
-  }
-  return arguments;
-}
-
 inline void set_or_die(Options& o, const Flag& flag, const std::string& value) {
   const std::string allowed = set_flag(o, flag, value);
   if (!allowed.empty())
@@ -339,12 +254,37 @@ inline Options parse_flags(int argc, char** argv, Device device) {
     if (word == "--help" || word == "-h") print_help(device), exit(0);
     if (word == "--version") printf("%s %s\n", program_name(device), VERSION), exit(0);
   }
-  const std::vector<Argument> arguments = split_arguments(argc, argv, device);
+  std::vector<std::pair<const Flag*, std::string>> arguments;  // with their values
+  std::set<std::string> seen;
+  for (int i = 1; i < argc; i++) {
+    const std::string word = argv[i];
+    if (word.compare(0, 2, "--") != 0) {
+      const bool shell_glob = !arguments.empty() && !strcmp(arguments.back().first->value, "GLOB");
+      const std::string name = word.substr(std::min(word.size(), word.find_first_not_of('-')));
+      fatal(EXIT_USAGE, "'%s': expected --flag value%s", word.c_str(),
+            shell_glob ? " (put globs in quotes: the shell must leave them alone)"
+                       : suggestion(name, device).c_str());
+    }
+    const size_t equals = std::min(word.find('='), word.size());
+    const std::string name = word.substr(2, equals - 2);
+    const Flag* flag = find_flag(name);
+    if (!flag)
+      fatal(EXIT_USAGE, "--%s: no such flag%s; --help lists them all", name.c_str(),
+            suggestion(name, device).c_str());
+    if (!available(*flag, device))
+      fatal(EXIT_USAGE, "--%s: for the GPU trainer only; this one computes in float32 on the CPU", flag->name);
+    if (!seen.insert(name).second) fatal(EXIT_USAGE, "--%s: given twice; expected once", flag->name);
+    const bool alone = equals == word.size() && !is_switch(*flag);  // the value is the next word
+    if (alone && (i + 1 >= argc || strncmp(argv[i + 1], "--", 2) == 0))
+      fatal(EXIT_USAGE, "--%s: value missing; expected --%s %s", flag->name, flag->name, flag->value);
+    arguments.push_back({flag, alone ? argv[++i] : equals < word.size() ? word.substr(equals + 1) : "true"});
+  }
+
   Options o;
-  for (const Argument& a : arguments)  // the preset first, wherever it stands: the others override it
-    if (!strcmp(a.flag->name, "preset")) set_or_die(o, *a.flag, a.value);
+  for (const auto& [flag, value] : arguments)  // the preset first, wherever it stands: the others override it
+    if (!strcmp(flag->name, "preset")) set_or_die(o, *flag, value);
   o = preset_options(o.preset, device);
-  for (const Argument& a : arguments) set_or_die(o, *a.flag, a.value);
+  for (const auto& [flag, value] : arguments) set_or_die(o, *flag, value);
   for (const char* name : {"train", "val", "test", "tokenizer", "out", "resume", "init-from"}) {
     std::string& path = o.*std::get<std::string Options::*>(find_flag(name)->member);
     if (o.given.count(name) && path.empty())
@@ -358,14 +298,10 @@ inline Options parse_flags(int argc, char** argv, Device device) {
 
 // ---- resuming ------------------------------------------------------------------------------------------
 // The settings that a checkpoint's metadata remembers and the log's config event records, by flag name.
-inline bool is_saved(const Flag& flag, Device device) {
-  return !(flag.traits & NOW) && available(flag, device);
-}
-
 inline std::map<std::string, std::string> saved_options(const Options& o) {
   std::map<std::string, std::string> saved;
   for (const Flag& flag : flag_table())
-    if (is_saved(flag, o.device)) saved[flag.name] = flag_text(o, flag);
+    if (!(flag.traits & NOW) && available(flag, o.device)) saved[flag.name] = flag_text(o, flag);
   return saved;
 }
 
@@ -373,30 +309,35 @@ inline std::map<std::string, std::string> saved_options(const Options& o) {
 // model's alone (model_only) when a new run starts from its weights. One that is part of the model and differs
 // is wrong use.
 inline void adopt_saved(Options& o, const std::map<std::string, std::string>& saved, bool model_only = false) {
-  for (const Flag& flag : flag_table()) {
-    const auto found = saved.find(flag.name);
-    if (found == saved.end() || !is_saved(flag, o.device)) continue;
-    if (model_only && !(flag.traits & MODEL)) continue;
-    const std::string &now = flag_text(o, flag), &then = found->second;
-    if (o.given.count(flag.name)) {
-      if ((flag.traits & MODEL) && now != then)
-        fatal(EXIT_USAGE, "--%s: got %s, but the checkpoint has %s", flag.name, now.c_str(), then.c_str());
-      continue;
+  for (const auto& [name, now] : saved_options(o)) {
+    const Flag& flag = *find_flag(name);
+    const auto found = saved.find(name);
+    if (found == saved.end() || (model_only && !(flag.traits & MODEL))) continue;
+    const std::string& then = found->second;
+    if (!o.given.count(name)) {
+      const std::string allowed = set_flag(o, flag, then);
+      if (!allowed.empty())
+        fatal(EXIT_ERROR, "checkpoint: %s is '%s', expected %s", flag.name, then.c_str(), allowed.c_str());
+      o.given.insert(name);
+    } else if ((flag.traits & MODEL) && now != then) {
+      fatal(EXIT_USAGE, "--%s: got %s, but the checkpoint has %s", flag.name, now.c_str(), then.c_str());
     }
-    const std::string allowed = set_flag(o, flag, then);
-    if (!allowed.empty())
-      fatal(EXIT_ERROR, "checkpoint: %s is '%s', expected %s", flag.name, then.c_str(), allowed.c_str());
-    o.given.insert(flag.name);
   }
 }
 
+// ---- the model asked for -------------------------------------------------------------------------------
 // The built-in corpus, where no shards are named.
 inline bool uses_stories(const Options& o) { return o.train.empty() && o.val.empty() && o.test.empty(); }
 
-// ---- the model asked for -------------------------------------------------------------------------------
 // Whether the tokenizer is the vocabulary's. The built-in one is, but for padding up to a round number.
 inline bool has_text(const Options& o, size_t tokenizer_size) {
   return o.vocab >= tokenizer_size && (!o.tokenizer.empty() || o.vocab < tokenizer_size + 128);
+}
+
+inline Config model_config(const Options& o) {
+  size_t arch = 0;
+  while (o.arch != ARCH_NAMES[arch]) arch++;  // set_flag took no other
+  return {Arch(arch), o.layers, o.width, o.heads, o.ffn, o.block_size, o.context, o.vocab};
 }
 
 // Settles the options that depend on others and checks those that must fit each other. tokenizer_size is the
@@ -407,8 +348,11 @@ inline Config config_from(Options& o, size_t tokenizer_size) {
   if (!o.given.count("warmup")) o.warmup = o.steps / 50;
   if (o.out.empty()) o.out = format("runs/%s-%s-%zu", o.preset.c_str(), o.arch.c_str(), o.seed);
 
-  const std::string problem = model_problem(o);
-  if (!problem.empty()) fatal(EXIT_USAGE, "--%s", problem.c_str());
+  if (o.width % (2 * o.heads) != 0)
+    fatal(EXIT_USAGE, "--heads: got %zu; expected width / heads, here %zu / %zu, to be an even whole number",
+          o.heads, o.width, o.heads);
+  if (o.block_size != 1 && o.block_size % 2 != 0)
+    fatal(EXIT_USAGE, "--block-size: got %zu, expected an even number of sublayers, or 1", o.block_size);
   if (o.total_batch % (o.batch * o.context) != 0)
     fatal(EXIT_USAGE, "--total-batch: got %zu, expected a multiple of batch * context = %zu", o.total_batch,
           o.batch * o.context);
@@ -420,8 +364,7 @@ inline Config config_from(Options& o, size_t tokenizer_size) {
           o.batch, most);
   const bool validates = !o.val.empty() || !o.test.empty() || o.train.empty();
   if (validates && o.val_tokens > 0 && o.val_tokens < o.context)
-    fatal(EXIT_USAGE,
-          "--val-tokens: got %zu, expected at least one window of --context %zu tokens, or 0: the whole split",
+    fatal(EXIT_USAGE, "--val-tokens: got %zu, expected 0 (the whole split) or at least --context %zu",
           o.val_tokens, o.context);
   if (o.vocab < tokenizer_size && (!o.tokenizer.empty() || (o.train.empty() && o.val.empty())))
     fatal(EXIT_USAGE, "--vocab: got %zu, expected at least the tokenizer's %zu", o.vocab, tokenizer_size);
@@ -432,6 +375,5 @@ inline Config config_from(Options& o, size_t tokenizer_size) {
     fatal(EXIT_USAGE, "--train: missing; expected shards to train on beside --val (or --steps 0)");
   if (o.steps > 0 && o.train.empty() && !o.tokenizer.empty())
     fatal(EXIT_USAGE, "--tokenizer: the built-in stories are bytes; expected --train with it (or --steps 0)");
-
   return model_config(o);
 }

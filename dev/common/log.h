@@ -114,8 +114,7 @@ class Log {
   }
 
   void drop_after(size_t last_step, const std::string& aside) {
-    InFile old;
-    fatal_if(old.open(path));
+    const InFile old(path);
     OutFile kept(path);
     Log dropped;
     if (!aside.empty()) dropped.path = aside + "/log.jsonl", dropped.open(0);
@@ -123,7 +122,7 @@ class Log {
     std::vector<char> chunk(1 << 16);
     for (size_t at = 0; at < old.size; at += chunk.size()) {
       chunk.resize(std::min(chunk.size(), old.size - at));
-      fatal_if(old.read(at, chunk.size(), chunk.data()));
+      old.read(at, chunk.size(), chunk.data());
       for (char c : chunk) {
         if (c != '\n' && line.size() < MAX_LINE) line += c;
         if (c != '\n') continue;

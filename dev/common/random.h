@@ -91,39 +91,20 @@ inline uint64_t permute(uint64_t seed, uint64_t epoch, uint64_t n, uint64_t i) {
 // random number that decides: the same u gives the same token.
 inline int sample_token(const float* logits /* (V) */, size_t V, double temperature, size_t top_k, double top_p,
                         double u) {
-  const size_t best = size_t(std::max_element(logits, logits + V) - logits);
-  if (temperature == 0 || top_k == 1 || top_p == 0) return int(best);
-
-  std::vector<double> p(V);
-  for (size_t i = 0; i < V; i++)  // the largest exponent is 0: nothing overflows, the sum is at least 1
-    p[i] = std::exp((double(logits[i]) - double(logits[best])) / temperature);
-
-  std::vector<int> order(V);  // the candidates; sorted only where an order is needed
+  std::vector<int> order(V);  // the candidates, the most likely first
   std::iota(order.begin(), order.end(), 0);
-  if (top_k > 0 || top_p < 1) {
-    const auto likelier = [&](int a, int b) {
-      const float x = logits[a], y = logits[b];
-      return x > y || (x == y && a < b);
-    };
-    const size_t k = top_k > 0 ? std::min(top_k, V) : V;
-    std::partial_sort(order.begin(), order.begin() + std::ptrdiff_t(k), order.end(), likelier);
-    order.resize(k);
-  }
+  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return logits[a] > logits[b]; });
+  if (top_k > 0) order.resize(std::min(top_k, V));
+  if (temperature == 0) return order[0];
 
+  std::vector<double> up_to(order.size());  // probability of the candidates up to this one, times a constant
   double sum = 0;
-  for (int i : order) sum += p[size_t(i)];
-  if (top_p < 1) {
-    double held = 0;
-    size_t n = 0;
-    while (n < order.size() && held < top_p * sum) held += p[size_t(order[n++])];
-    order.resize(n);
-    sum = held;
+  for (size_t i = 0; i < order.size(); i++) {  // the largest exponent is 0: nothing overflows
+    sum += std::exp((double(logits[order[i]]) - double(logits[order[0]])) / temperature);
+    up_to[i] = sum;
   }
 
-  double passed = 0;
-  for (int i : order) {
-    passed += p[size_t(i)];
-    if (u * sum < passed) return i;
-  }
-  return order.back();  // only rounding brings us here
+  const auto last = std::lower_bound(up_to.begin(), up_to.end(), top_p * sum);  // the fewest that hold top_p
+  const auto drawn = std::upper_bound(up_to.begin(), last, u * *last);
+  return order[size_t(drawn - up_to.begin())];
 }

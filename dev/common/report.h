@@ -126,7 +126,7 @@ inline std::string memory_table(const std::vector<MemoryLine>& lines, size_t mac
   size_t total = 0;
   for (const MemoryLine& line : lines) {
     text += format("  %-24s%12s\n", line.name.c_str(), human_bytes(line.bytes).c_str());
-    total = checked_add(total, line.bytes, "memory");
+    total += line.bytes;
   }
   text += format("  %-24s%12s\n", "together", human_bytes(total).c_str());
   if (machine == 0 || total <= machine) return text;

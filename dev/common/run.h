@@ -14,9 +14,8 @@
 
 // ---- how far a run is ----------------------------------------------------------------------------------
 // What a checkpoint remembers of its run: every setting, the model's sizes, and how far it was.
-inline Metadata run_metadata(const Options& o, const Config& c, const Progress& at, const TokenData& train) {
+inline Metadata run_metadata(const Options& o, const Progress& at, const TokenData& train) {
   Metadata metadata = saved_options(o);
-  for (const auto& field : config_to_metadata(c)) metadata[field.first] = field.second;
   metadata["step"] = std::to_string(at.step);
   metadata["tokens"] = std::to_string(at.tokens);
   metadata["data_position"] = std::to_string(at.position);
@@ -25,9 +24,9 @@ inline Metadata run_metadata(const Options& o, const Config& c, const Progress& 
 }
 inline Progress progress_from_metadata(const Metadata& metadata) {  // fatal if something is missing
   Progress at;
-  fatal_if(count_from_metadata(metadata, "step", &at.step));
-  fatal_if(count_from_metadata(metadata, "tokens", &at.tokens));
-  fatal_if(count_from_metadata(metadata, "data_position", &at.position));
+  at.step = count_from_metadata(metadata, "step");
+  at.tokens = count_from_metadata(metadata, "tokens");
+  at.position = count_from_metadata(metadata, "data_position");
   return at;
 }
 

@@ -1,46 +1,33 @@
 // text.h - numbers, UTF-8 and JSON, read strictly: safe on hostile input.
 #pragma once
 #include <algorithm>
+#include <charconv>
+#include <set>
 
-#include "dev/common/errors.h"  // format
+#include "dev/common/errors.h"  // fatal, format
 
 // ---- numbers in text -----------------------------------------------------------------------------------
 // The whole text must be the number: no spaces, no sign on a count, no trailing junk, no overflow.
-inline bool parse_count(const std::string& text, uint64_t* value) {
-  if (text.empty()) return false;
-  uint64_t n = 0;
-  for (char c : text) {
-    if (c < '0' || c > '9') return false;
-    const uint64_t digit = uint64_t(c - '0');
-    if (n > (UINT64_MAX - digit) / 10) return false;
-    n = n * 10 + digit;
-  }
-  *value = n;
-  return true;
+template <class Count>
+bool parse_count(const std::string& text, Count* value) {
+  const char* end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, *value);
+  return stop == end && error == std::errc();
 }
 inline bool parse_double(const std::string& text, double* value) {
   if (text.empty() || text.find_first_not_of("0123456789+-.eE") != std::string::npos) return false;
   char* end = nullptr;
-  const double x = strtod(text.c_str(), &end);
-  if (*end != '\0' || !std::isfinite(x)) return false;
-  *value = x;
-  return true;
+  *value = strtod(text.c_str(), &end);
+  return *end == '\0' && std::isfinite(*value);
 }
 
 // The shortest text that reads back as exactly this number: "0.1", not "0.10000000000000001".
-inline std::string number_text(double x) {
+template <class Real>
+std::string number_text(Real x) {
   std::string text;
   for (int digits = 6; digits <= 17; digits++) {
-    text = format("%.*g", digits, x);
-    if (strtod(text.c_str(), nullptr) == x) break;
-  }
-  return text;
-}
-inline std::string number_text(float x) {
-  std::string text;
-  for (int digits = 6; digits <= 9; digits++) {
     text = format("%.*g", digits, double(x));
-    if (strtof(text.c_str(), nullptr) == x) break;
+    if (Real(strtod(text.c_str(), nullptr)) == x) break;
   }
   return text;
 }
@@ -66,55 +53,62 @@ inline size_t utf8_decode(const std::string& text, size_t at, uint32_t* code) {
   const bool good = *code >= least[length] && (*code < 0xD800 || *code > 0xDFFF) && *code <= 0x10FFFF;
   return good ? length : 0;
 }
+inline std::string utf8_encode(uint32_t code) {
+  const auto six_bits = [&](int shift) { return char(0x80 | (code >> shift & 0x3F)); };
+  if (code < 0x80) return {char(code)};
+  if (code < 0x800) return {char(0xC0 | code >> 6), six_bits(0)};
+  if (code < 0x10000) return {char(0xE0 | code >> 12), six_bits(6), six_bits(0)};
+  return {char(0xF0 | code >> 18), six_bits(12), six_bits(6), six_bits(0)};
+}
+
+// The text cut into characters. A byte that is no part of UTF-8 is one of its own, with this code.
+constexpr uint32_t NOT_UTF8 = UINT32_MAX;
+struct Character {
+  std::string bytes;
+  uint32_t code;
+};
+inline std::vector<Character> characters(const std::string& text) {
+  std::vector<Character> all;
+  for (size_t at = 0; at < text.size(); at += all.back().bytes.size()) {
+    uint32_t code;
+    const size_t length = utf8_decode(text, at, &code);
+    all.push_back(length > 0 ? Character{text.substr(at, length), code} : Character{{text[at]}, NOT_UTF8});
+  }
+  return all;
+}
 
 // Text for a screen: control characters, which a terminal may obey, and bytes that are not UTF-8 are spelt out;
 // without unicode, all that is not ASCII.
 inline std::string printable(const std::string& text, bool unicode = true) {
   std::string shown;
-  for (size_t at = 0; at < text.size();) {
-    uint32_t code = 0;
-    const size_t length = utf8_decode(text, at, &code);
-    const bool control = code < 0x20 || (code >= 0x7F && code < 0xA0);
-    if (length > 0 && (unicode || code < 0x80) && (!control || code == '\n' || code == '\t'))
-      shown += text.substr(at, length);
+  for (const Character& c : characters(text)) {
+    const bool control = c.code < 0x20 || (c.code >= 0x7F && c.code < 0xA0) || c.code == NOT_UTF8;
+    if (c.code == '\n' || c.code == '\t' || (!control && (unicode || c.code < 0x80)))
+      shown += c.bytes;
     else
-      for (size_t i = 0; i < std::max<size_t>(length, 1); i++) shown += format("\\x%02x", text[at + i] & 0xFF);
-    at += std::max<size_t>(length, 1);
+      for (char byte : c.bytes) shown += format("\\x%02x", byte & 0xFF);
   }
   return shown;
 }
 
-// Any bytes as valid UTF-8, and back: a byte that is no part of UTF-8 becomes the private character U+10FE00 +
-// byte. Other text stays as it is, but for these characters, whose bytes are written so too.
-constexpr uint32_t BYTE_CHARACTERS = 0x10FE00;
+// Any bytes as valid UTF-8, and back: what is not UTF-8 becomes HEX_MARK and two digits a byte.
+constexpr const char* HEX_MARK = "bytes in hexadecimal:";
 
 inline std::string escape_bytes(const std::string& text) {
-  std::string out;
-  for (size_t i = 0; i < text.size();) {
-    uint32_t code = 0;
-    const size_t length = utf8_decode(text, i, &code);
-    const bool plain = length > 0 && (code < BYTE_CHARACTERS || code > BYTE_CHARACTERS + 0xFF);
-    const size_t bytes = std::max<size_t>(length, 1);
-    for (size_t end = i + bytes; i < end; i++) {
-      const unsigned byte = static_cast<unsigned char>(text[i]);
-      out += plain ? std::string(1, text[i])
-                   : std::string("\xF4\x8F") + char(0xB8 | byte >> 6) + char(0x80 | (byte & 0x3F));
-    }
-  }
-  return out;
+  bool plain = text.compare(0, strlen(HEX_MARK), HEX_MARK) != 0;
+  for (const Character& c : characters(text)) plain = plain && c.code != NOT_UTF8;
+  if (plain) return text;
+
+  std::string escaped = HEX_MARK;
+  for (char byte : text) escaped += format("%02x", byte & 0xFF);
+  return escaped;
 }
 inline std::string unescape_bytes(const std::string& text) {
-  std::string out;
-  for (size_t i = 0; i < text.size();) {
-    uint32_t code = 0;
-    const size_t length = std::max<size_t>(utf8_decode(text, i, &code), 1);
-    if (code >= BYTE_CHARACTERS && code <= BYTE_CHARACTERS + 0xFF)
-      out += char(code - BYTE_CHARACTERS);
-    else
-      out.append(text, i, length);
-    i += length;
-  }
-  return out;
+  if (text.compare(0, strlen(HEX_MARK), HEX_MARK) != 0) return text;
+  std::string bytes;
+  for (size_t i = strlen(HEX_MARK); i < text.size(); i += 2)
+    bytes += char(strtol(text.substr(i, 2).c_str(), nullptr, 16));
+  return bytes;
 }
 
 // The text as one word of a shell's command line.
@@ -132,7 +126,7 @@ inline std::string shell_quote(const std::string& text) {
 struct Json {
   enum Type { null, boolean, number, string, array, object };
   Type type = null;
-  std::string text;                // string: its characters; number, boolean: as written
+  std::string text;                // string: its characters; null, boolean, number: as written
   std::vector<std::string> names;  // object: the names of its values, none twice
   std::vector<Json> values;        // array, object
 
@@ -141,13 +135,8 @@ struct Json {
       if (names[i] == name) return &values[i];
     return nullptr;
   }
-  bool as_count(size_t* n) const {  // false unless a whole number from 0 to 2^64 - 1, written as such
-    uint64_t value = 0;
-    const bool ok = type == number && parse_count(text, &value);
-    if (ok) *n = value;
-    return ok;
-  }
-  bool as_double(double* x) const { return type == number && parse_double(text, x); }
+  // False unless this is a whole number from 0 to 2^64 - 1, written as such.
+  bool as_count(size_t* n) const { return type == number && parse_count(text, n); }
 };
 
 class JsonParser {
@@ -155,12 +144,11 @@ class JsonParser {
   // Reads all of text into *value. Returns the error, empty when all is well.
   static std::string parse(const std::string& text, Json* value) {
     JsonParser parser(text);
-    *value = Json();
-    if (parser.read_value(*value, 0)) {
+    return error_of([&] {
+      *value = parser.read_value(0);
       parser.skip_spaces();
       if (parser.at < text.size()) parser.fail("more text after the value");
-    }
-    return parser.error;
+    });
   }
 
  private:
@@ -169,166 +157,113 @@ class JsonParser {
 
   const std::string& text;
   size_t at = 0, num_values = 0;
-  std::string error;
 
   explicit JsonParser(const std::string& t) : text(t) {}
 
-  bool fail(const char* what) {
-    if (error.empty()) error = format("bad JSON at byte %zu: %s", at, what);
-    return false;
-  }
-  void skip_spaces() {
-    while (at < text.size() && strchr(" \t\r\n", text[at]) && text[at] != '\0') at++;
-  }
-  bool next_is(char c) {  // skips spaces, then c if it is there
+  [[noreturn]] void fail(const char* what) const { fatal(EXIT_ERROR, "bad JSON at byte %zu: %s", at, what); }
+
+  void skip_spaces() { at = std::min(text.find_first_not_of(" \t\r\n", at), text.size()); }
+  bool next_is(char c) {
     skip_spaces();
-    if (at >= text.size() || text[at] != c) return false;
-    at++;
-    return true;
+    return at < text.size() && text[at] == c;
+  }
+  bool skip(char c) {  // c, if it comes next
+    const bool there = next_is(c);
+    at += there;
+    return there;
   }
 
-  bool read_value(Json& value, size_t depth) {
-    if (depth > MAX_DEPTH) return fail("nested too deeply");
-    if (++num_values > MAX_VALUES) return fail("too many values");
-    skip_spaces();
-    if (at >= text.size()) return fail("ends where a value should be");
-    const char c = text[at];
-    if (c == '{') return read_object(value, depth);
-    if (c == '[') return read_array(value, depth);
-    if (c == '"') return value.type = Json::string, read_string(value.text);
-    if (c == '-' || (c >= '0' && c <= '9')) return read_number(value);
-    return read_word(value);
+  Json read_value(size_t depth) {
+    if (depth > MAX_DEPTH) fail("nested too deeply");
+    if (++num_values > MAX_VALUES) fail("too many values");
+    Json value;
+    if (skip('{')) {
+      value.type = Json::object;
+      while (!skip('}')) {
+        if (!value.names.empty() && !skip(',')) fail("expected ',' or '}'");
+        if (!next_is('"')) fail("expected a name in quotes");
+        value.names.push_back(read_string());
+        if (!skip(':')) fail("expected ':' after a name");
+        value.values.push_back(read_value(depth + 1));
+      }
+      const std::set<std::string> different(value.names.begin(), value.names.end());
+      if (different.size() < value.names.size()) fail("a name stands twice in an object");
+    } else if (skip('[')) {
+      value.type = Json::array;
+      while (!skip(']')) {
+        if (!value.values.empty() && !skip(',')) fail("expected ',' or ']'");
+        value.values.push_back(read_value(depth + 1));
+      }
+    } else if (next_is('"')) {
+      value.type = Json::string;
+      value.text = read_string();
+    } else {
+      value.text = text.substr(at, text.find_first_of(",]} \t\r\n", at) - at);
+      value.type = type_of(value.text);
+      at += value.text.size();
+    }
+    return value;
   }
 
-  bool read_object(Json& value, size_t depth) {
-    value.type = Json::object;
-    at++;  // the brace
-    if (next_is('}')) return true;
-    do {
-      value.names.emplace_back();
-      value.values.emplace_back();
-      skip_spaces();
-      if (at >= text.size() || text[at] != '"') return fail("expected a name in quotes");
-      if (!read_string(value.names.back())) return false;
-      if (!next_is(':')) return fail("expected ':' after a name");
-      if (!read_value(value.values.back(), depth + 1)) return false;
-    } while (next_is(','));
-    if (!next_is('}')) return fail("expected ',' or '}'");
-    std::vector<std::string> sorted = value.names;
-    std::sort(sorted.begin(), sorted.end());
-    const bool twice = std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end();
-    return !twice || fail("a name stands twice in an object");
-  }
-
-  bool read_array(Json& value, size_t depth) {
-    value.type = Json::array;
-    at++;  // the bracket
-    if (next_is(']')) return true;
-    do {
-      value.values.emplace_back();
-      if (!read_value(value.values.back(), depth + 1)) return false;
-    } while (next_is(','));
-    return next_is(']') || fail("expected ',' or ']'");
-  }
-
-  bool read_number(Json& value) {
-    value.type = Json::number;
-    const size_t begin = at;
-    while (at < text.size() && strchr("0123456789+-.eE", text[at]) && text[at] != '\0') at++;
-    value.text = text.substr(begin, at - begin);
+  Json::Type type_of(const std::string& word) const {
     double x;
-    return parse_double(value.text, &x) || fail("not a number");
+    if (word == "null") return Json::null;
+    if (word == "true" || word == "false") return Json::boolean;
+    if (parse_double(word, &x)) return Json::number;
+    fail(at < text.size() ? "expected a value" : "ends where a value should be");
   }
 
-  bool read_word(Json& value) {
-    for (const char* word : {"true", "false", "null"}) {
-      if (text.compare(at, strlen(word), word) != 0) continue;
-      at += strlen(word);
-      value.type = word[0] == 'n' ? Json::null : Json::boolean;
-      value.text = word;
-      return true;
+  std::string read_string() {  // from the quote on
+    std::string out;
+    for (at++; at < text.size() && text[at] != '"'; at++) {
+      if (static_cast<unsigned char>(text[at]) < 0x20) fail("control character in a string");
+      out += text[at] == '\\' ? read_escape() : std::string(1, text[at]);
     }
-    return fail("expected a value");
-  }
-
-  bool read_string(std::string& out) {
-    at++;  // the quote
-    while (at < text.size() && text[at] != '"') {
-      const unsigned char c = static_cast<unsigned char>(text[at]);
-      if (c < 0x20) return fail("control character in a string");
-      if (c != '\\')
-        out += text[at++];
-      else if (!read_escape(out))
-        return false;
-    }
-    return at++ < text.size() || fail("ends inside a string");
-  }
-
-  bool read_escape(std::string& out) {
-    static const char names[] = "\"\\/bfnrt", meanings[] = "\"\\/\b\f\n\r\t";
-    if (++at >= text.size()) return fail("ends inside a string");
-    const char* found = text[at] != '\0' ? strchr(names, text[at]) : nullptr;
-    if (found) return out += meanings[found - names], at++, true;
-    if (text[at] != 'u') return fail("unknown escape in a string");
+    if (at >= text.size()) fail("ends inside a string");
     at++;
-    unsigned code, low;
-    if (!read_hex4(&code)) return false;
-    if (code >= 0xDC00 && code < 0xE000) return fail("half a surrogate pair");
-    if (code >= 0xD800 && code < 0xDC00) {  // beyond U+FFFF: a pair of escapes
-      if (text.compare(at, 2, "\\u") != 0) return fail("half a surrogate pair");
+    return out;
+  }
+
+  std::string read_escape() {  // from the backslash to the last letter
+    static const std::string names = "\"\\/bfnrt", meanings = "\"\\/\b\f\n\r\t";
+    if (++at >= text.size()) fail("ends inside a string");
+    const size_t found = names.find(text[at]);
+    if (found != std::string::npos) return meanings.substr(found, 1);
+    if (text[at] != 'u') fail("unknown escape in a string");
+    uint32_t code = read_hex();
+    if (code >= 0xD800 && code < 0xDC00 && text.compare(at + 1, 2, "\\u") == 0) {  // the first of a pair
       at += 2;
-      if (!read_hex4(&low)) return false;
-      if (low < 0xDC00 || low > 0xDFFF) return fail("half a surrogate pair");
-      code = 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00);
+      const uint32_t low = read_hex() - 0xDC00;
+      if (low < 0x400) code = 0x10000 + ((code - 0xD800) << 10) + low;
     }
-    append_utf8(out, code);
-    return true;
+    if (code >= 0xD800 && code < 0xE000) fail("half a surrogate pair");
+    return utf8_encode(code);
   }
 
-  bool read_hex4(unsigned* code) {
-    *code = 0;
-    for (int i = 0; i < 4; i++, at++) {
-      static const char digits[] = "0123456789abcdefABCDEF";
-      const char* found = at < text.size() && text[at] != '\0' ? strchr(digits, text[at]) : nullptr;
-      if (!found) return fail("expected four hexadecimal digits");
-      const unsigned digit = unsigned(found - digits);
-      *code = *code * 16 + (digit < 16 ? digit : digit - 6);
-    }
-    return true;
-  }
-
-  static void append_utf8(std::string& out, unsigned code) {
-    if (code < 0x80) {
-      out += char(code);
-      return;
-    }
-    const int more = code < 0x800 ? 1 : code < 0x10000 ? 2 : 3;  // bytes that follow the first
-    static const unsigned lead[] = {0, 0xC0, 0xE0, 0xF0};
-    out += char(lead[more] | code >> 6 * more);
-    for (int i = more - 1; i >= 0; i--) out += char(0x80 | (code >> 6 * i & 0x3F));
+  uint32_t read_hex() {  // from the u to the last of four digits
+    uint32_t code = 0;
+    const char* digits = text.data() + at + 1;
+    if (text.size() - at < 5 || std::from_chars(digits, digits + 4, code, 16).ptr != digits + 4)
+      fail("expected four hexadecimal digits");
+    at += 4;
+    return code;
   }
 };
 
 // The text in quotes. Sampled bytes may be no text at all: a byte that is not part of UTF-8 becomes U+FFFD.
 inline std::string json_quote(const std::string& text) {
   std::string out = "\"";
-  for (size_t i = 0; i < text.size();) {
-    uint32_t code;
-    const size_t length = utf8_decode(text, i, &code);
-    const char c = text[i];
-    if (length == 0)
+  for (const Character& c : characters(text)) {
+    if (c.code == NOT_UTF8)
       out += "\\ufffd";
-    else if (c == '"' || c == '\\')
-      out += '\\', out += c;
-    else if (c == '\n')
+    else if (c.code == '"' || c.code == '\\')
+      out += "\\" + c.bytes;
+    else if (c.code == '\n')
       out += "\\n";
-    else if (c == '\t')
-      out += "\\t";
-    else if (static_cast<unsigned char>(c) < 0x20)
-      out += format("\\u%04x", unsigned(c));
+    else if (c.code < 0x20)
+      out += format("\\u%04x", c.code);
     else
-      out.append(text, i, length);
-    i += std::max<size_t>(length, 1);
+      out += c.bytes;
   }
   return out + "\"";
 }

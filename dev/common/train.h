@@ -249,7 +249,7 @@ void save(Run<Model>& run, Log& log) {
   const std::string path = checkpoint_path(o.out, run.step);
   const size_t bytes = 3 * sizeof(float) * count_elements(run.config);
   if (bytes >= size_t(1) << 30) print_lines("saving " + human_bytes(bytes) + " to " + path + "\n");
-  model_save(run.model, path, run_metadata(o, run.config, run, run.data.train));
+  model_save(run.model, path, run_metadata(o, run, run.data.train));
   delete_old_checkpoints(o.out, o.keep, run.step);
   print_lines("saved  " + path + "\n");
   log.write(Event("checkpoint").add("step", run.step).add("path", path));
