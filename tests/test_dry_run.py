@@ -17,26 +17,25 @@ TEN_BILLION = dict(arch="rd", layers=40, width=4096, heads=32, ffn=14336, block_
                    vocab=65536, batch=8, steps=30517579)
 GPU_TEN_BILLION = dict(TEN_BILLION, layers=338, width=1024, ffn=8192)  # its kernels hold 1024 channels
 CONFIGS = {
-    "./train_rdattnres_cpu": {
-        "small": SMALL,
-        "10B parameters, 1e12 tokens": TEN_BILLION,
-        "10B parameters, residual": dict(TEN_BILLION, arch="residual"),
-        "10B parameters, every output a source": dict(TEN_BILLION, arch="average", block_size=1),
-        "a tensor of 2^31 elements less some": dict(SMALL, layers=1, width=32766, heads=1, vocab=65408),
-        "a tensor of 2^32 elements": dict(SMALL, layers=1, width=65536, heads=1, vocab=65536, arch="block"),
-        "activations of 2^40 elements and more": dict(SMALL, context=1048576, batch=4096, arch="frozen-v"),
-        "the largest model the flags allow": dict(SMALL, layers=4096, width=65536, heads=4096, ffn=1048576,
-                                                  vocab=65536, block_size=2),
-    },
-    "build/train_emulated": {
-        "small": SMALL,
-        "10B parameters, 1e12 tokens": GPU_TEN_BILLION,
-        "10B parameters, residual": dict(GPU_TEN_BILLION, arch="residual"),
-        "10B parameters, blocks of two sublayers": dict(GPU_TEN_BILLION, arch="average", block_size=2),
-        "a tensor of 2^31 elements less some": dict(SMALL, layers=127, width=1024, heads=16, ffn=16384),
-        "a tensor of 2^32 elements": dict(SMALL, layers=256, width=1024, heads=16, ffn=16384, arch="block"),
-        "activations of 2^40 elements and more": dict(SMALL, context=1048576, batch=4096, arch="frozen-v"),
-    },
+    "./train_rdattnres_cpu": [
+        SMALL,
+        TEN_BILLION,
+        dict(TEN_BILLION, arch="residual"),
+        dict(TEN_BILLION, arch="average", block_size=1),
+        dict(SMALL, layers=1, width=32766, heads=1, vocab=65408),  # a tensor of 2^31 elements less some
+        dict(SMALL, layers=1, width=65536, heads=1, vocab=65536, arch="block"),  # of 2^32
+        dict(SMALL, context=1048576, batch=4096, arch="frozen-v"),  # activations of 2^40 elements and more
+        dict(SMALL, layers=4096, width=65536, heads=4096, ffn=1048576, vocab=65536, block_size=2),  # the largest
+    ],
+    "build/train_emulated": [
+        SMALL,
+        GPU_TEN_BILLION,
+        dict(GPU_TEN_BILLION, arch="residual"),
+        dict(GPU_TEN_BILLION, arch="average", block_size=2),
+        dict(SMALL, layers=127, width=1024, heads=16, ffn=16384),
+        dict(SMALL, layers=256, width=1024, heads=16, ffn=16384, arch="block"),
+        dict(SMALL, context=1048576, batch=4096, arch="frozen-v"),
+    ],
 }
 HELD_IN_CLASSIFIER = 256  # rows of logits that the CPU trainer holds at a time
 
@@ -76,10 +75,9 @@ def expected(c):
 
 def human_bytes(n):
     unit = 0
-    value = n
-    while float(value) >= 1023.95 and unit < 6:
-        value, unit = value / 1024, unit + 1
-    return "%d B" % n if unit == 0 else "%.1f %siB" % (value, " KMGTPE"[unit])
+    while n >= 1023.95 and unit < 6:
+        n, unit = n / 1024, unit + 1
+    return "%.1f %siB" % (n, " KMGTPE"[unit])  # none of ours is below a KiB
 
 
 def dry_run(program, c, folder):
@@ -140,19 +138,13 @@ def main():
     os.chdir(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     for program, configs in CONFIGS.items():
         gpu = program != "./train_rdattnres_cpu"
-        for name, c in configs.items():
-            with case("%s --dry-run: %s" % (program, name)):
+        for c in configs:
+            with case("%s --dry-run: %s, %d layers of width %d" % (program, c["arch"], c["layers"], c["width"])):
                 if not os.access(program, os.X_OK):
                     raise Skip("not built on this machine")
                 with tempfile.TemporaryDirectory(prefix="rdattnres_dry_") as folder:
                     text = dry_run(program, c, folder)
                 print("     %s parameters" % format(check(text, c, gpu), ","))
-    for c in (TEN_BILLION, GPU_TEN_BILLION):
-        with case("%d layers of width %d: 10B parameters, and their tokens are 1e12"
-                  % (c["layers"], c["width"])):
-            want = expected(c)
-            assert abs(want["embedding"] + want["layers"] + want["routes"] - 10e9) < 0.02e9
-            assert abs(c["steps"] * c["batch"] * c["context"] - 10**12) < 10**6
     finish()
 
 

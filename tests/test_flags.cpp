@@ -30,7 +30,6 @@ static void test_refusals() {
     const char *line, *message;
   } cases[] = {
       {"--bogus 1", "--bogus: no such flag"},
-      {"--Lr 1", "--Lr: no such flag"},
       {"-lr 1", "'-lr': expected --flag value; did you mean --lr?"},
       {"shard_1.bin", "'shard_1.bin': expected --flag value\n"},
       {"help", "'help': expected --flag value; did you mean --help?"},
@@ -41,17 +40,14 @@ static void test_refusals() {
       {"--train a.bin b.bin", "'b.bin': expected --flag value (put globs in quotes"},
       {" ", "'': expected --flag value"},
       {"--lr", "--lr: value missing; expected --lr X"},
-      {"--lr --seed 1", "--lr: value missing"},
       {"--train=", "--train: got '', expected GLOB"},
       {"--seed 1 --seed 1", "--seed: given twice"},
-      {"--quiet --quiet", "--quiet: given twice"},
       {"--quiet=yes", "--quiet: got 'yes', expected true or false"},
       {"--dtype bf16", "--dtype: for the GPU trainer only"},
       {"--recompute", "--recompute: for the GPU trainer only"},
       // combinations that cannot be
       {"--width 128 --heads 3",
        "--heads: got 3; expected width / heads, here 128 / 3, to be an even whole number"},
-      {"--width 12 --heads 4", "--heads: got 4; expected width / heads, here 12 / 4"},
       {"--width 2 --heads 4", "--heads: got 4; expected width / heads, here 2 / 4"},
       {"--block-size 3", "--block-size: got 3, expected an even number of sublayers, or 1"},
       {"--batch 8 --context 128 --total-batch 1000", "got 1000, expected a multiple of batch * context = 1024"},
@@ -60,7 +56,6 @@ static void test_refusals() {
        "--batch: got 1048576; expected activations, about 5e+21 numbers here, to fit in 64 bits"},
       {"--train x --vocab 50257 --prompt a",
        "--prompt: the vocabulary has 50257 tokens, the tokenizer 257; expected --tokenizer"},
-      {"--train x --vocab 131 --prompt a", "--prompt: the vocabulary has 131 tokens"},
       {"--vocab 256", "--vocab: got 256, expected at least the tokenizer's 257"},
       {"--val v.bin", "--train: missing"},
       {"--tokenizer t.bin", "--tokenizer: the built-in stories are bytes"},
@@ -78,18 +73,10 @@ static void test_refusals() {
       {"preset", "tiny|s|m", {"xl", "", "tiny|s"}},
       {"arch", "rd|block|tied|average|frozen-v|residual", {"frozen_v", "RD"}},
       {"layers", "a whole number from 1 to 4096", {"", "x", "4.0", "4x", " 4", "+4", "0x4", "0", "4097", "-1"}},
-      {"width", "a whole number from 2 to 65536", {"1"}},
-      {"block-size", "a whole number from 1 to 8192", {"0"}},
       {"context", "a whole number from 1 to", {"0", "18446744073709551616"}},
       {"vocab", "a whole number from 2 to 65536", {"1", "65537"}},
-      {"total-batch", "a whole number from 1 to", {"0"}},
       {"steps", "a whole number from 0 to", {"-5", "99999999999999", "1e3"}},
       {"lr", "a number from 0 to 100", {"x", "1e-3x", "nan", "inf", "1e999", "0x1p3", "1,5", "-", "-0.1"}},
-      {"min-lr-ratio", "a number from 0 to 1", {"1.5"}},
-      {"clip", "a number from 0 to", {"-1"}},
-      {"query-lr-mult", "a number from 0 to", {"-1"}},
-      {"sample-tokens", "a whole number from 0 to", {"9999999"}},
-      {"top-k", "a whole number from 0 to 65536", {"65537"}},
       {"top-p", "a number from 0 to 1", {"1.01"}},
   };
   for (const auto& range : ranges)
@@ -161,12 +148,7 @@ static void test_presets() {
   for (const auto& preset : cases) {
     const Options o = parse(preset.line);
     holds(o, preset.sizes);
-    Config c = model_config(o);
-    CHECK_EQ(human_count(double(count_params(c).total)), preset.parameters);
-    // Counted by hand: V C + L (4 C^2 + 3 C F) + norms (2 L + 1) C + routes (5 L + 2) C
-    c.arch = Arch::rd;
-    const size_t layers = c.L * (4 * c.C * c.C + 3 * c.C * c.F);
-    CHECK_EQ(count_params(c).total, c.V * c.C + layers + (7 * c.L + 3) * c.C);
+    CHECK_EQ(human_count(double(count_params(model_config(o)).total)), preset.parameters);
   }
 
   TEST("depth routes cost s 9,216 parameters");
@@ -203,12 +185,12 @@ static void test_table() {
 
   TEST("a preset runs what --help says of it");
   for (const Preset& preset : PRESETS) {
-    const Options preset_run = parse(std::string("--preset ") + preset.name);
+    const Options o = parse(std::string("--preset ") + preset.name);
     std::istringstream words(preset.flags + std::string(" ") + preset.cpu);
     for (std::string name, value; words >> name >> value;) {
-      Options said = preset_run;
+      Options said;
       set_flag(said, *find_flag(name), value);
-      CHECK_EQ(flag_text(preset_run, *find_flag(name)), flag_text(said, *find_flag(name)));
+      CHECK_EQ(flag_text(o, *find_flag(name)), flag_text(said, *find_flag(name)));
     }
   }
 }
@@ -238,23 +220,22 @@ static void test_resume() {
       {"", "lr", "x", 1, "checkpoint: lr is 'x', expected a number"},
   };
   const auto resume = [&](const std::string& line, const std::string& name, const std::string& value) {
-    Options o = parse(line);
-    auto altered = saved;
-    altered[name] = value;
-    adopt_saved(o, altered);
-    config_from(o, 257);
+    return in_child([&] {
+      Options o = parse(line);
+      auto altered = saved;
+      altered[name] = value;
+      adopt_saved(o, altered);
+      config_from(o, 257);
+    });
   };
   TEST("resuming with another model or from nonsense is refused, with the same model it is not");
-  for (const auto& c : cases)
-    CHECK(refuses(in_child([&] { resume(c.line, c.name, c.value); }), c.status, c.message));
-  CHECK_EQ(in_child([&] { resume("--layers 3 --preset tiny", "arch", "tied"); }).status, 0);
+  for (const auto& c : cases) CHECK(refuses(resume(c.line, c.name, c.value), c.status, c.message));
+  CHECK_EQ(resume("--layers 3 --preset tiny", "arch", "tied").status, 0);
 
   TEST("a new run from given weights takes over the model alone");
-  Options fresh = parse("");
+  Options fresh = parse("--lr 0.125");
   adopt_saved(fresh, saved, true);
-  holds(fresh, "layers 3 arch tied");
-  CHECK_EQ(fresh.lr, parse("").lr);
-  CHECK_EQ(fresh.steps, parse("").steps);
+  holds(fresh, "layers 3 arch tied lr 0.125 steps " + std::to_string(parse("").steps));
 }
 
 int main() {

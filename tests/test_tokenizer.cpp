@@ -116,10 +116,10 @@ static void test_bytes() {
   CHECK_EQ(bytes.eot, 256);
   std::string text;
   for (int b = 0; b < 256; b++) text += char(b);
-  const std::vector<int> ids = bytes.encode(text + text);
-  CHECK_EQ(ids.size(), 512u);
-  for (int b = 0; b < 256; b++) CHECK(ids[size_t(b)] == b && ids[size_t(b) + 256] == b);
-  CHECK(bytes.decode(ids) == text + text);
+  const std::vector<int> ids = bytes.encode(text);
+  CHECK_EQ(ids.size(), 256u);
+  for (int b = 0; b < 256; b++) CHECK(ids[size_t(b)] == b);
+  CHECK(bytes.decode(ids) == text);
   CHECK_EQ(bytes.decode(256), "<|endoftext|>");
   CHECK_EQ(bytes.encode("<|endoftext|>").size(), 13u);
   CHECK_EQ(bytes.encode("").size(), 0u);
@@ -188,8 +188,8 @@ static void test_words(const Scratch& folder) {
     for (std::string part; std::getline(stream, part, separator);) parts.push_back(part);
     return parts;
   };
+  TEST("words: where the text is cut into them");
   for (const std::string& want : split(cases, '~')) {
-    TEST("words: " + json_quote(want));
     const std::vector<std::string> words = split(want, '|');
     std::string text, got;
     for (const std::string& word : words) text += word;
@@ -208,40 +208,33 @@ static void test_bad_files(const Scratch& folder) {
   const std::string path = folder / "bad.bin";
   const std::vector<std::string> tokens = vocabulary({"ab", "abc"});
   const std::string good = tokenizer_bytes(tokens, 258);
-  const auto refused = [&](const std::string& name, const std::string& bytes, const std::string& message) {
-    TEST("refused: " + name);
-    write_file(path, bytes);
-    CHECK(refuses(in_child([&] { Tokenizer::load(path); }), 1, path + ": " + message));
+  TEST("refused: another kind of file, bad counts, a wrong size");
+  const struct {
+    std::string bytes, message;
+  } cases[] = {
+      {"", "0 bytes, expected 1024 to 16778240 for a tokenizer"},
+      {tokenizer_bytes(tokens, 258, 20240520), "not a tokenizer: magic 20240520, expected 20240328"},
+      {tokenizer_bytes(tokens, 258, 20240328, 1), "tokenizer version 1, expected 2"},
+      {tokenizer_bytes({}, 0), "0 tokens, expected 2 to 65536"},
+      {tokenizer_bytes(tokens, 258, 20240328, 2, 0xFFFFFFFF), "4294967295 tokens, expected 2 to 65536"},
+      {tokenizer_bytes(tokens, 259), "end-of-text is token 259 of 259"},
+      {good.substr(0, good.size() - 1), "cut short: ends inside token 258 of 259"},
+      {good + "x", format("%zu bytes, expected %zu for its 259 tokens", good.size() + 1, good.size())},
   };
-  TEST("the good file that the bad ones are made from");
+  for (const auto& c : cases) {
+    write_file(path, c.bytes);
+    CHECK(refuses(in_child([&] { Tokenizer::load(path); }), 1, path + ": " + c.message));
+  }
   write_file(path, good);
   CHECK_EQ(Tokenizer::load(path).encode("abcab").size(), 2u);
-
-  refused("an empty file", "", "0 bytes, expected 1024 to 16778240 for a tokenizer");
-  refused("another magic", tokenizer_bytes(tokens, 258, 20240520),
-          "not a tokenizer: magic 20240520, expected 20240328");
-  refused("another version", tokenizer_bytes(tokens, 258, 20240328, 1), "tokenizer version 1, expected 2");
-  refused("no tokens", tokenizer_bytes({}, 0), "0 tokens, expected 2 to 65536");
-  refused("too many tokens", tokenizer_bytes(tokens, 258, 20240328, 2, 0xFFFFFFFF),
-          "4294967295 tokens, expected 2 to 65536");
-  refused("end-of-text outside", tokenizer_bytes(tokens, 259), "end-of-text is token 259 of 259");
-  const size_t size = good.size();
-  refused("cut inside the last token", good.substr(0, size - 1), "cut short: ends inside token 258 of 259");
-  refused("one byte too many", good + "x",
-          format("%zu bytes, expected %zu for its 259 tokens", size + 1, size));
-
-  TEST("refused: no such file, a folder");
   CHECK(refuses(in_child([&] { Tokenizer::load(folder / "none"); }), 1, "none: cannot open: No such file"));
   CHECK(refuses(in_child([&] { Tokenizer::load(folder.path); }), 1, folder.path + ": not a regular file"));
 
-  TEST("end-of-text spelt out is text, even where it could be one token");
+  TEST("end-of-text spelt out is text, even where it could be one token; a byte that has no token is refused");
   write_file(path, tokenizer_bytes({"a", "b", "ab", "ba"}, 3));
-  CHECK(Tokenizer::load(path).encode("ba") == std::vector<int>({1, 0}));
-  CHECK(Tokenizer::load(path).encode("ab") == std::vector<int>({2}));
-
-  TEST("refused: text with a byte that has no token");
-  write_file(path, tokenizer_bytes({"a", "b", "ab", "<|endoftext|>"}, 3));
   const Tokenizer tokenizer = Tokenizer::load(path);
+  CHECK(tokenizer.encode("ba") == std::vector<int>({1, 0}));
+  CHECK(tokenizer.encode("ab") == std::vector<int>({2}));
   CHECK(refuses(in_child([&] { tokenizer.encode("abc"); }), 1, "tokenizer: no token for byte 99"));
 }
 
@@ -264,9 +257,7 @@ static void test_gpt2() {
       {"Hello world", {15496, 995}},
       {"I'll say: 3.14159  is pi,\n\n\tisn't it?",
        {40, 1183, 910, 25, 513, 13, 1415, 19707, 220, 318, 31028, 11, 628, 197, 271, 77, 470, 340, 30}},
-      {"Z\u00fcrich, \u6771\u4eac and \u0395\u03bb\u03bb\u03ac\u03b4\u03b1",
-       {57, 9116, 7527, 11, 10545, 251, 109, 12859, 105, 290, 7377, 243, 39377, 39377, 138, 105, 138, 112,
-        17394}},
+      {"Z\u00fcrich, \u6771\u4eac", {57, 9116, 7527, 11, 10545, 251, 109, 12859, 105}},
       {"<|endoftext|>", {27, 91, 437, 1659, 5239, 91, 29}},
   };
   for (const auto& c : cases) {
