@@ -40,7 +40,7 @@ CUDA_TESTS := $(if $(filter x86_64,$(shell uname -m)),$(patsubst tests/%.cu,$(BU
 
 # Those that take longest come first: tests/run.sh starts them in this order, one per core.
 QUICK    := $(CUDA_TESTS:%=%_fast) $(filter-out %/test_cuda_crash.sh,$(SCRIPTS)) $(filter-out %/test_crash,$(TESTS))
-FULL     := $(foreach build,race asan fast,$(CUDA_TESTS:%=%_$(build))) $(if $(CUDA_TESTS),$(BUILD)/ladders_race) \
+FULL     := $(filter-out %/test_emulator_asan,$(foreach build,race asan fast,$(CUDA_TESTS:%=%_$(build)))) $(if $(CUDA_TESTS),$(BUILD)/ladders_race) \
               $(SCRIPTS) $(TESTS:%=%_asan) $(TESTS) $(BUILD)/test_fuzz_asan $(BUILD)/test_threads_tsan
 chosen    = $(if $(ONLY),$(or $(filter $(BUILD)/$(ONLY) $(BUILD)/$(ONLY)_% tests/$(ONLY).%,$(1)), \
               $(error ONLY=$(ONLY): no such test; expected a name such as test_model)),$(1))

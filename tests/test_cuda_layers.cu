@@ -606,11 +606,11 @@ struct Traffic {
 
 double bytes_of(const char* kernel) {
   const emu::Traffic t = emu::traffic(kernel);
-  return 32.0 * double(t.distinct_read + t.distinct_written);
+  return 32.0 * double(t.distinct);
 }
 double asked_of(const char* kernel) {
   const emu::Traffic t = emu::traffic(kernel);
-  return 32.0 * double(t.sectors_read + t.sectors_written);
+  return 32.0 * double(t.sectors);
 }
 // Whole blocks of a network, sites first .. end - 1, forward and backward as model_backward walks. The model
 // has its activations and norms but no matrices: the emulator keeps twelve bytes of notes for every one.
@@ -816,6 +816,8 @@ void test_all() {
   test_route<X>({48, 8, 8, 8, true, 1, false}, 19);    // 13 routes: two groups
   test_route<X>({576, 4, 24, 4, false, 1, false}, 7);  // as in presets s and m
   test_route<X>({832, 6, 42, 6, true, 1, false}, 5);
+  for (size_t C : {832, 1024})  // 12 routes: as much shared memory as a block gets on any card (EMU_CARD)
+    test_route<X>({C, 8, 8, 8, false, 1, false}, 5);
   test_route<X>({264, 4, 4, 4, false, 1, true}, 6), test_route<X>({1024, 2, 2, 2, true, 1, false}, 5);
   for (size_t C : {576, 832, 1024}) test_route<X>({C, 2, 2, 2, false, 1, true}, 5);  // average, every width
   test_walks<X>(131, 48), test_walks<X>(29, 264);

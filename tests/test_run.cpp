@@ -58,7 +58,7 @@ static void threads() {
   for (int n : {1, 3, 2, 8}) {
     if (n == 2 && !on_cpu()) break;  // an emulated run takes seconds
     const std::string out = format("threads%d", n);
-    check_ok(train(out, "--steps 20", format("OMP_NUM_THREADS=%d EMU_THREADS=%d", n, n)));
+    check_ok(train(out, "--steps 20", format("OMP_NUM_THREADS=%d", n)));
     CHECK(log_field(out, "step", "loss") == losses);
     CHECK(same_bits(checkpoint_of(out, 20), checkpoint_of("whole", 20)));
   }

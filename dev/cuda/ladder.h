@@ -102,8 +102,7 @@ inline void count(const Rung& rung, const std::function<void()>& reset) {
   CUDA_CHECK(cudaStreamSynchronize(gpu::device.stream));
   emu::count_traffic(false);
   const emu::Traffic t = emu::traffic();
-  const double moved = 32 * double(t.distinct_read + t.distinct_written), predicted = rung.bytes.value,
-               asked = 32 * double(t.sectors_read + t.sectors_written);
+  const double moved = 32 * double(t.distinct), predicted = rung.bytes.value, asked = 32 * double(t.sectors);
   printf(
       "       bytes: predicted %.0f = %s, counted %.0f, ratio %.3f; asked %.2f; %zu requests, %zu launches\n",
       predicted, rung.bytes.formula, moved, moved / predicted, asked / predicted, t.requests, t.launches);

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # usage: build.sh fast|asan|race SOURCE.cu OUTPUT [compiler flags...]     compiles CUDA code for the emulator
-# fast: blocks on all cores. asan: AddressSanitizer and UBSan. race: dev/emulator/race.cpp.
+# fast: blocks on all cores. asan: AddressSanitizer and UBSan in the program. race: dev/emulator/race.cpp.
 # The program itself is hardly optimised: it runs for seconds, and compiles for longer.
 # CXX: the compiler; asan and race need g++. The engine's object files are kept under build/emulator/.
 set -e
@@ -9,13 +9,13 @@ mode=$1 source=$2 output=$3
 shift 3 || { sed -n 2,5p "$0" >&2; exit 2; }
 cxx=${CXX:-g++}
 common="-std=c++17 -g -Wall -Wextra -Wno-unknown-pragmas -fno-strict-aliasing -frounding-math"
+engine=-fopenmp link=-fopenmp
 case $mode in
-  fast) engine=""           program="-Og -march=native -fopenmp" link="-fopenmp" ;;
-  asan) engine="-DEMU_ASAN" link="-Og -fopenmp -fsanitize=address,undefined -fno-sanitize-recover=undefined"
-        program=$link ;;
+  fast) program="-Og -march=native -fopenmp" ;;
+  asan) link="-fopenmp -fsanitize=address,undefined -fno-sanitize-recover=undefined" program="-Og $link" ;;
   # The calls that the thread sanitizer puts into the program are answered by race.cpp, not by its library.
   # Not -Og: there g++ leaves out the call before a store of a function's result.
-  race) engine="-DEMU_RACE" program="-O1 -fsanitize=thread -DEMU_RACE" link="" ;;
+  race) engine=-DEMU_RACE program="-O1 -fsanitize=thread -DEMU_RACE" link= ;;
   *) echo "error: build '$mode', expected fast, asan or race" >&2; exit 2 ;;
 esac
 cache=$here/../../build/emulator/$mode-$(basename "$cxx")

@@ -8,7 +8,6 @@
 #include <cstring>
 #include <memory>
 #include <string>
-#include <tuple>
 #include <type_traits>
 
 struct uint3 {
@@ -46,14 +45,15 @@ extern __thread Thread* self;  // the one that runs now on this core, null on th
 
 // ---- settings: from the environment, a test may change them -------------------------------------------
 enum class Order { forward, reverse, random };
-extern Order order;          // EMU_ORDER=forward|reverse|random: threads, blocks, asynchronous copies, streams
-extern uint64_t seed;        // EMU_SEED, for the random order
+extern Order order;    // EMU_ORDER=forward|reverse|random: threads, blocks, asynchronous copies, the stream
+extern uint64_t seed;  // EMU_SEED, for the random order
 extern size_t device_bytes;  // EMU_MEMORY_MB: memory of the pretended card
 struct Card {
   int major, minor;     // compute capability
   size_t shared_bytes;  // of shared memory that a block may ask for
 };
-extern Card card;  // EMU_CARD=8.0|8.6|8.9|9.0|10.0|12.0
+extern Card
+    card;  // EMU_CARD=7.5|8.0|8.6|8.9|9.0|10.0|12.0, or 9.0:65536 with bytes of shared memory of its own
 
 // ---- errors: one line, then kernel, block and thread; exit status 86 ----------------------------------
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
@@ -68,24 +68,9 @@ struct Api {  // while it lives, fail() on the host names this API call
 void made(const char* kind, const void* p, Site, size_t bytes = 0);
 size_t gone(const char* kind, const void* p);
 
-// ---- barriers and warp-wide operations ----------------------------------------------------------------
-void barrier(Site);
-bool left_out(Site);  // by EMU_WITHOUT=train.cu:123, which takes the barrier of that line away
-void warp_synced();   // what __syncwarp adds to a meeting of lanes: their accesses to memory are now ordered
-// Every lane in `mask` arrives with its arguments; the last one runs together(arguments of each lane) for all.
-void meet(const char* op, Site, unsigned mask, void* args, void (*together)(void** lane, void* f), void* f);
-template <class Args, class F>
-EMU_INLINE void warp_op(const char* op, Site site, unsigned mask, Args& args, F&& f) {
-  using Body = std::remove_reference_t<F>;
-  meet(
-      op, site, mask, &args,
-      [](void** lane, void* body) { (*static_cast<Body*>(body))(reinterpret_cast<Args**>(lane)); }, &f);
-}
-
-// ---- memory checks: AddressSanitizer's in the asan build, race.cpp's in the race build, else nothing ---
-enum class Access { read, write, atomic, in_flight };  // in_flight: a cp.async is on its way, too early to read
-void touch(const void* p, size_t bytes, Access, const void* caller = nullptr);
-void check_pointer(const char* kernel, size_t parameter, const void* p);  // fails unless device memory or null
+// All 32 lanes of a warp arrive with their arguments; the last one runs together(arguments of each lane) for
+// all.
+void meet(const char* op, Site, void* args, void (*together)(void** lane));
 
 // ---- launching ----------------------------------------------------------------------------------------
 struct Stream;
@@ -94,49 +79,40 @@ struct Launch {
   Site site;
   dim3 grid, block;
   size_t shared_bytes;
-  void (*body)(const void* parameters);
-  std::shared_ptr<void> parameters;
-  size_t parameter_bytes;
+  std::shared_ptr<void> call;     // the kernel and its arguments,
+  void (*run)(const void* call);  // and how to call it
 };
 void start(Launch, Stream*);
 std::string kernel_name(const char* launch_text);
 
-template <class... P, class... A>
+template <class... P>
 void launch_kernel(Site site, const char* text, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared,
-                   Stream* stream, A... args) {
-  static_assert(sizeof...(P) == sizeof...(A), "launch: number of kernel arguments");
+                   Stream* stream, std::common_type_t<P>... args) {
   static_assert((std::is_trivially_copyable_v<P> && ...), "launch: kernel parameters are copied as bytes");
-  using Call = std::tuple<void (*)(P...), P...>;
-  auto call = std::make_shared<Call>(kernel, static_cast<P>(args)...);
-  const std::string name = kernel_name(text);
+  static_assert((sizeof(P) + ... + 0) <= 4096, "launch: bytes of kernel parameters");
+#define EMU_UNWATCHED __attribute__((no_sanitize("thread")))  // a kernel may read its arguments, not the host's
+  const auto call = [=]() EMU_UNWATCHED { kernel(args...); };
+  using Call = decltype(call);
+  const auto run = [](const void* c) EMU_UNWATCHED { (*static_cast<Call*>(c))(); };
   Api api("launch", site);
-  size_t i = 0;
-  auto check = [&](auto p) {
-    i++;
-    if constexpr (std::is_pointer_v<decltype(p)>) check_pointer(name.c_str(), i, p);
-  };
-  std::apply([&](auto, auto... p) { (check(p), ...); }, *call);
-  auto body = [](const void* c) {
-    std::apply([](auto k, auto... p) { k(p...); }, *static_cast<const Call*>(c));
-  };
-  start({name, site, grid, block, shared, body, call, sizeof(Call)}, stream);
+  start({kernel_name(text), site, grid, block, shared, std::make_shared<std::remove_const_t<Call>>(call), run},
+        stream);
 }
 
 // ---- global memory traffic, counted in the race build while counting is on -----------------------------
 struct Traffic {
   size_t launches = 0;
-  size_t bytes_read = 0, bytes_written = 0;      // what threads asked for
-  size_t sectors_read = 0, sectors_written = 0;  // 32-byte sectors per warp and access: what the L2 cache moves
-  size_t distinct_read = 0, distinct_written = 0;  // sectors touched at all, per launch: what DRAM must move
   size_t requests = 0;  // accesses, those of a warp's lanes by one instruction together counted as one
+  size_t sectors = 0;   // of 32 bytes, read or written, by each request: what the L2 cache moves
+  size_t distinct = 0;  // sectors that a launch touched at all, read and written apart: what DRAM must move
 };
 #if defined(EMU_RACE)
 constexpr bool COUNTS_TRAFFIC = true;
 #else
 constexpr bool COUNTS_TRAFFIC = false;
 #endif
-void count_traffic(bool on);                 // on: forget earlier counts and start
-Traffic traffic(const std::string& kernel);  // summed over the launches of kernel, all its template arguments
-Traffic traffic();                           // of all kernels together
+void count_traffic(bool on);  // on: forget earlier counts and start
+Traffic traffic(
+    const std::string& kernel = "");  // of all its launches and template arguments; or of all kernels
 
 }  // namespace emu

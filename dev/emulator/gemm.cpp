@@ -73,30 +73,26 @@ static cublasStatus_t set(T* field, const void* value, size_t bytes) {
   memcpy(field, value, bytes);
   return CUBLAS_STATUS_SUCCESS;
 }
-cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t d, cublasLtMatmulDescAttributes_t a,
-                                              const void* value, size_t bytes, Site site) {
+cublasStatus_t cublasLtMatmulDescSetAttribute(Desc* d, cublasLtMatmulDescAttributes_t a, const void* value,
+                                              size_t bytes, Site site) {
   Api api("cublasLtMatmulDescSetAttribute", site);
   return set(a == CUBLASLT_MATMUL_DESC_TRANSA ? &d->transpose_a : &d->transpose_b, value, bytes);
 }
-cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t p,
-                                                    cublasLtMatmulPreferenceAttributes_t a, const void* value,
-                                                    size_t bytes, Site site) {
+cublasStatus_t cublasLtMatmulPreferenceSetAttribute(Preference* p, cublasLtMatmulPreferenceAttributes_t a,
+                                                    const void* value, size_t bytes, Site site) {
   Api api("cublasLtMatmulPreferenceSetAttribute", site);
   if (a == CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES) return set(&p->workspace, value, bytes);
   if (a == CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK) return set(&p->reduction, value, bytes);
   return set(&p->alignment[a - CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES], value, bytes);
 }
-cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDesc_t desc,
-                                              cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,
-                                              cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d,
-                                              cublasLtMatmulPreference_t p, int wanted,
+cublasStatus_t cublasLtMatmulAlgoGetHeuristic(Handle*, Desc* desc, Layout* a, Layout* b, Layout* c, Layout* d,
+                                              Preference* p, int wanted,
                                               cublasLtMatmulHeuristicResult_t* results, int* found, Site site) {
   Api api("cublasLtMatmulAlgoGetHeuristic", site);
-  if (wanted < 1) fail("%d results wanted, expected 1 or more", wanted);
   Preference limits = *p;
   limits.workspace = std::min<uint64_t>(p->workspace, 65536);  // it wants a workspace, if it may
-  results[0].algo = {*desc, {*a, *b, *c, *d}, limits};
-  *found = 1;
+  *found = wanted > 0;
+  if (*found) results[0].algo = {*desc, {*a, *b, *c, *d}, limits};
   return CUBLAS_STATUS_SUCCESS;
 }
 
@@ -123,23 +119,18 @@ static void check_algorithm(const Algorithm& algo, const Desc& desc, const Matri
   if (!same) fail("the algorithm was chosen for another product");
   if (workspace < algo.limits.workspace)
     fail("the workspace has %zu bytes, the algorithm needs %zu", workspace, size_t(algo.limits.workspace));
-  for (int i = 0; i < 4; i++) {
-    const unsigned alignment = algo.limits.alignment[i];
-    if (alignment && reinterpret_cast<uintptr_t>(x[i].p) % alignment)
-      fail(
-          "%s is not aligned to the %u bytes that the algorithm was chosen for"
-          " (CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_%s_BYTES)",
-          NAMES[i], alignment, NAMES[i]);
-  }
+  for (int i = 0; i < 4; i++)
+    if (reinterpret_cast<uintptr_t>(x[i].p) % algo.limits.alignment[i])
+      fail("%s is not aligned to the %u bytes of CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_%s_BYTES", NAMES[i],
+           algo.limits.alignment[i], NAMES[i]);
 }
 static void touch_all(const Matrix& x, Access access) {  // the rows, not what lies between two columns
   for (size_t j = 0; j < x.cols; j++) touch(x.p + j * size_t(x.ld) * size_of(x), x.rows * size_of(x), access);
 }
-cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t desc, const void* alpha, const void* a,
-                              cublasLtMatrixLayout_t la, const void* b, cublasLtMatrixLayout_t lb,
-                              const void* beta, const void* c, cublasLtMatrixLayout_t lc, void* d,
-                              cublasLtMatrixLayout_t ld, const cublasLtMatmulAlgo_t* algo, void* workspace,
-                              size_t workspace_bytes, cudaStream_t stream, Site site) {
+cublasStatus_t cublasLtMatmul(Handle*, Desc* desc, const void* alpha, const void* a, Layout* la, const void* b,
+                              Layout* lb, const void* beta, const void* c, Layout* lc, void* d, Layout* ld,
+                              const Algorithm* algo, void* workspace, size_t workspace_bytes,
+                              cudaStream_t stream, Site site) {
   Api api("cublasLtMatmul", site);
   auto matrix = [](const Layout* l, const void* p) { return Matrix{*l, static_cast<const char*>(p)}; };
   const Matrix x[4] = {matrix(la, a), matrix(lb, b), matrix(lc, c), matrix(ld, d)};
@@ -147,14 +138,16 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t desc, const
   const bool ta = desc->transpose_a, tb = desc->transpose_b;
   check_product(ta, tb, x);
   check_device("workspace", workspace, workspace_bytes);
-  if (algo) check_algorithm(*algo, *desc, x, workspace_bytes);
   for (int i = 0; i < 4; i++)
     if (i != 2 || keep != 0)
       check_device(NAMES[i], x[i].p, ((x[i].cols - 1) * size_t(x[i].ld) + x[i].rows) * size_of(x[i]));
-  const size_t dirty = algo ? algo->limits.workspace : 0;  // by partial sums
+  check_algorithm(*algo, *desc, x, workspace_bytes);
+  const size_t dirty = algo->limits.workspace;  // by partial sums
   enqueue(stream, [=] {
-    if (dirty) memset(workspace, 0xFF, dirty), touch(workspace, dirty, Access::write);
-    touch_all(x[0], Access::read), touch_all(x[1], Access::read);
+    memset(workspace, 0xFF, dirty);
+    touch(workspace, dirty, Access::write);
+    touch_all(x[0], Access::read);
+    touch_all(x[1], Access::read);
     if (keep != 0) touch_all(x[2], Access::read);
     touch_all(x[3], Access::write);
     gemm(ta, tb, scale, x[0], x[1], keep, x[2], x[3]);

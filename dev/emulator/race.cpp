@@ -11,7 +11,6 @@
 namespace emu {
 void count_traffic(bool) {}
 Traffic traffic(const std::string&) { return {}; }
-Traffic traffic() { return {}; }
 }  // namespace emu
 #else
 #include <sys/mman.h>
@@ -22,14 +21,14 @@ Traffic traffic() { return {}; }
 
 namespace emu {
 
-struct Mark {
-  uint64_t time : 29, pc : 24, thread : 10, atomic : 1;
-};  // one access; pc: see program_counter
+struct Mark {  // one access; pc: see program_counter
+  uint64_t time : 30, pc : 24, thread : 10;
+};
 struct Cell {
   Mark write, read[2];
 };
 // Values of write.time: nothing is allocated here; allocated, never written; written by the host; a kernel's.
-constexpr uint32_t NOTHING = 0, UNWRITTEN = 1, HOST = 2, FIRST = 3, LAST = (1u << 29) - 1;
+constexpr uint32_t NOTHING = 0, UNWRITTEN = 1, HOST = 2, FIRST = 3, LAST = (1u << 30) - 1;
 
 constexpr size_t ARENA = size_t(1) << 36;  // addresses: dynamic shared memory, then device memory, used once
 static char* const arena = static_cast<char*>(reserve(ARENA));
@@ -52,8 +51,8 @@ static Cell* cell_of(const char* p) {
 static bool is_shared(const void* p) { return distance(arena, p) >= ARENA || distance(arena, p) < SHARED_ROOM; }
 
 // ---- one access ---------------------------------------------------------------------------------------
-static bool ordered(Mark a, bool shared, bool atomic) {  // does a barrier order `a` before this thread, now?
-  if (a.time < launch_time || (atomic && a.atomic)) return true;
+static bool ordered(Mark a, bool shared) {  // does a barrier order `a` before this thread, now?
+  if (a.time < launch_time) return true;
   if (a.time < block_time) return shared;  // another block of the same launch; its shared memory is another one
   return a.time < barrier_time || a.thread == unsigned(self->linear) ||
          (int(a.thread / 32) == self->warp && a.time < warp_time[self->warp]);
@@ -64,53 +63,53 @@ static bool ordered(Mark a, bool shared, bool atomic) {  // does a barrier order
   const bool other_block = a.time < block_time;
   for (auto& [time, b] : blocks)
     if (other_block && time <= a.time) snprintf(block, sizeof block, " of block (%u,%u,%u)", b.x, b.y, b.z);
+  const char* missing =
+      int(a.thread / 32) == self->warp ? "no __syncwarp lies in between" : "no __syncthreads lies in between";
   fail(
       "data race on %zu bytes of %s memory at %p:\n"
       "  thread %d %s at %s\n  thread %u%s %s before, at %s, and %s",
       n, is_shared(p) ? "shared" : "device", p, self->linear, access == Access::read ? "reads" : "writes",
       source_line(caller).c_str(), unsigned(a.thread), block, wrote ? "wrote" : "read",
       source_line(&__executable_start + a.pc).c_str(),
-      other_block                        ? "nothing orders the blocks of a launch"
-      : int(a.thread / 32) == self->warp ? "no __syncwarp lies in between"
-                                         : "no __syncthreads lies in between");
+      other_block ? "nothing orders the blocks of a launch" : missing);
 }
 static void count(const char* p, size_t n, bool write, const void* caller);
 
 static void access_by_host(Cell* c, size_t n, Access access, const void* caller) {
   if (!window_open)
-    fail("the host touches device memory at %s: only kernels and cudaMemcpy may", source_line(caller).c_str());
+    fail("the host touches device memory at %s: only kernels and cudaMemcpyAsync may",
+         source_line(caller).c_str());
   for (size_t i = 0; i < (n + 1) / 2; i++) {
     if (access != Access::read)
-      c[i].write = {HOST, 0, 0, 0};
+      c[i].write = {HOST, 0, 0};
     else if (c[i].write.time == UNWRITTEN)
       fail("a library call reads device memory nobody has written");
   }
 }
 static void access_by_kernel(Cell* c, const char* p, size_t n, Access access, const void* caller) {
-  const bool write = access != Access::read, read = access == Access::read || access == Access::atomic;
-  const bool shared = is_shared(p), atomic = access == Access::atomic;
+  const bool write = access != Access::read, shared = is_shared(p);
   const char* what = write ? "write" : "read";
   const void* address = p;
   if (!c) {  // besides, a kernel may touch its stack, its parameters and constants
     const bool stack = distance(engine->stacks, p) < MAX_THREADS * (GUARD + STACK);
-    const bool parameter = distance(engine, p) < sizeof(Engine);
-    if (stack || parameter || (p >= &__executable_start && p < &end)) return;
+    const bool index = distance(engine, p) < sizeof(Engine);
+    if (stack || index || (p >= &__executable_start && p < &end)) return;
     fail("%s of %zu bytes of host memory (%p) at %s", what, n, address, source_line(caller).c_str());
   }
   if (counting && !shared) count(p, n, write, caller);
-  const Mark mark{now, program_counter(caller), uint64_t(self->linear), atomic};
+  const Mark mark{now, program_counter(caller), uint64_t(self->linear)};
   for (size_t i = 0; i < (n + 1) / 2; i++, c++) {
     const uint32_t written = c->write.time;
     if (written == NOTHING)
       fail("%s of %zu bytes outside any allocation (%p%s) at %s", what, n, address, describe(p).c_str(),
            source_line(caller).c_str());
-    if (read && (written == UNWRITTEN || (shared && written < block_time)))
+    if (!write && (written == UNWRITTEN || (shared && written < block_time)))
       fail("read of %s memory nobody has written (yet) (%p) at %s", shared ? "shared" : "device", address,
            source_line(caller).c_str());
-    if (!ordered(c->write, shared, atomic)) report(c->write, true, access, n, p, caller);
+    if (!ordered(c->write, shared)) report(c->write, true, access, n, p, caller);
     if (write) {
       for (Mark r : c->read)
-        if (!ordered(r, shared, false)) report(r, false, access, n, p, caller);
+        if (!ordered(r, shared)) report(r, false, access, n, p, caller);
       c->write = mark;
       if (access == Access::in_flight) c->write.time = UNWRITTEN;
     } else {  // remember the last readers, two different ones
@@ -119,17 +118,15 @@ static void access_by_kernel(Cell* c, const char* p, size_t n, Access access, co
     }
   }
 }
-static void check(const void* address, size_t n, Access access, const void* caller) {
+void touch(const void* address, size_t n, Access access, const void* caller) {
   if (address == &self) return;  // threadIdx and the like begin with it; it lies among the __shared__ variables
+  if (!caller) caller = __builtin_return_address(0);
   const char* p = static_cast<const char*>(address);
   Cell* c = cell_of(p);
   if (self)
     access_by_kernel(c, p, n, access, caller);
   else if (c)
     access_by_host(c, n, access, caller);
-}
-void touch(const void* p, size_t bytes, Access access, const void* caller) {
-  check(p, bytes, access, caller ? caller : __builtin_return_address(0));
 }
 
 // ---- device and shared memory -------------------------------------------------------------------------
@@ -138,24 +135,27 @@ static void set_cells(const void* p, size_t bytes, uint32_t time) {
   fresh.write.time = time;
   std::fill_n(cell_of(static_cast<const char*>(p)), (bytes + 1) / 2, fresh);
 }
-void allow(const void* p, size_t bytes) { set_cells(p, bytes, UNWRITTEN); }
-void forbid(const void* p, size_t bytes) { set_cells(p, bytes, NOTHING); }
 char* shared_room() { return arena; }
+void allow_shared(size_t bytes) {
+  set_cells(arena, SHARED_ROOM, NOTHING);
+  set_cells(arena + GAP, bytes, UNWRITTEN);
+}
 void* device_alloc(size_t bytes) {
   char* p = arena + used;
   used += (bytes + 511) / 256 * 256;  // at least one byte of nothing between two allocations
   if (used > ARENA) fail("the race check's %zu bytes of addresses are used up", ARENA);
-  allow(p, bytes);
+  set_cells(p, bytes, UNWRITTEN);
   return p;
 }
+static void give_back(void* from, size_t bytes) {  // whole pages; they read as zeros from now on
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(from);
+  const uintptr_t first = (begin + PAGE - 1) / PAGE * PAGE, last = (begin + bytes) / PAGE * PAGE;
+  if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
+}
 void device_free(void* p, size_t bytes) {
-  auto give_back = [](void* from, size_t n) {  // whole pages; they read as zeros from now on
-    const uintptr_t a = reinterpret_cast<uintptr_t>(from);
-    const uintptr_t first = (a + PAGE - 1) / PAGE * PAGE, last = (a + n) / PAGE * PAGE;
-    if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
-  };
-  forbid(p, bytes);
-  give_back(p, bytes), give_back(cell_of(static_cast<char*>(p)), bytes / 2 * sizeof(Cell));
+  set_cells(p, bytes, NOTHING);
+  give_back(p, bytes);
+  give_back(cell_of(static_cast<char*>(p)), bytes / 2 * sizeof(Cell));
 }
 
 // ---- the clock ----------------------------------------------------------------------------------------
@@ -163,9 +163,11 @@ static uint32_t tick() {
   if (++now == LAST) fail("the race check's clock ran out, after %u barriers, blocks and launches", now);
   return now;
 }
-void race_window(bool open) {  // a launch or a library call begins or ends
+void race_window(bool open) {
   window_open = open;
-  if (open) launch_time = tick(), blocks.clear();
+  if (!open) return;
+  launch_time = tick();
+  blocks.clear();
 }
 void race_block_begin() {
   block_time = barrier_time = tick();
@@ -192,7 +194,6 @@ static Traffic launch_traffic;
 
 static void count(const char* p, size_t n, bool write, const void* caller) {
   const uintptr_t address = reinterpret_cast<uintptr_t>(p);
-  (write ? launch_traffic.bytes_written : launch_traffic.bytes_read) += n;
   auto& [request, end] = latest[self->linear];
   const bool same_16_bytes = (address - 1) / 16 == (address + n - 1) / 16;
   const bool continues = address == end && same_16_bytes && (request & 1) == write;
@@ -210,84 +211,70 @@ static void sort_unique(std::vector<T>& v) {
 void race_block_end() {
   if (!counting) return;
   sort_unique(sectors);
+  launch_traffic.sectors += sectors.size();
   uint64_t last = ~uint64_t(0);
   for (auto& [request, sector] : sectors) {
-    launch_traffic.requests += request != last, last = request;
-    (request & 1 ? launch_traffic.sectors_written : launch_traffic.sectors_read)++;
+    launch_traffic.requests += request != last;
+    last = request;
     launch_sectors.push_back(2 * sector | (request & 1));
   }
-  sectors.clear(), times.clear();
+  sectors.clear();
+  times.clear();
   for (auto& l : latest) l = {};
 }
-static void add(Traffic& t, const Traffic& l) {
-  t.launches += l.launches, t.requests += l.requests;
-  t.bytes_read += l.bytes_read, t.bytes_written += l.bytes_written;
-  t.sectors_read += l.sectors_read, t.sectors_written += l.sectors_written;
-  t.distinct_read += l.distinct_read, t.distinct_written += l.distinct_written;
+static void add(Traffic& sum, const Traffic& t) {
+  sum.launches += t.launches;
+  sum.requests += t.requests;
+  sum.sectors += t.sectors;
+  sum.distinct += t.distinct;
 }
 void race_launch_end(const std::string& kernel) {
   if (!counting) return;
-  Traffic& l = launch_traffic;
   sort_unique(launch_sectors);
-  for (uint64_t s : launch_sectors) (s & 1 ? l.distinct_written : l.distinct_read)++;
-  l.launches = 1;
-  add(totals[kernel.substr(0, kernel.find('<'))], l);
-  l = {}, launch_sectors.clear();
+  launch_traffic.distinct = launch_sectors.size();
+  launch_traffic.launches = 1;
+  add(totals[kernel.substr(0, kernel.find('<'))], launch_traffic);
+  launch_traffic = {};
+  launch_sectors.clear();
 }
 void count_traffic(bool on) {
   if (on) totals.clear();
   counting = on;
 }
-Traffic traffic(const std::string& kernel) { return totals.count(kernel) ? totals[kernel] : Traffic{}; }
-Traffic traffic() {
-  Traffic all;
-  for (const auto& [kernel, t] : totals) add(all, t);
-  return all;
+Traffic traffic(const std::string& wanted) {
+  Traffic sum;
+  for (const auto& [kernel, t] : totals)
+    if (wanted.empty() || wanted == kernel) add(sum, t);
+  return sum;
 }
 
-}  // namespace emu
-
 // ---- what the compiler calls --------------------------------------------------------------------------
-namespace emu {
 static void hook(const void* p, size_t n, Access access, const void* caller) {
   if (self && reinterpret_cast<uintptr_t>(p) % n)
     fail("misaligned access of %zu bytes (%p) at %s", n, p, source_line(caller).c_str());
-  check(p, n, access, caller);
+  touch(p, n, access, caller);
 }
 }  // namespace emu
+
 #define CALLER __builtin_return_address(0)
 #define HOOKS(n)                                                                          \
   extern "C" void __tsan_read##n(void* p) { emu::hook(p, n, emu::Access::read, CALLER); } \
   extern "C" void __tsan_write##n(void* p) { emu::hook(p, n, emu::Access::write, CALLER); }
-HOOKS(1) HOOKS(2) HOOKS(4) HOOKS(8) HOOKS(16) extern "C" void __tsan_read_range(void* p, size_t n) {
-  emu::check(p, n, emu::Access::read, CALLER);
+HOOKS(1)
+HOOKS(2)
+HOOKS(4)
+HOOKS(8)
+HOOKS(16)
+extern "C" {
+void __tsan_read_range(void* p, size_t n) { emu::touch(p, n, emu::Access::read, CALLER); }
+void __tsan_write_range(void* p, size_t n) { emu::touch(p, n, emu::Access::write, CALLER); }
+void __tsan_vptr_update(void*, void*) {}
+void __tsan_vptr_read(void*) {}
+void __tsan_func_entry(void*) {}
+void __tsan_func_exit() {}
+void __tsan_init() {}
+// Atomics are the host's: counts of shared pointers, guards of static variables.
+uint8_t __tsan_atomic8_load(const uint8_t* p, int) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+int __tsan_atomic32_fetch_add(int* p, int n, int) { return __atomic_fetch_add(p, n, __ATOMIC_ACQ_REL); }
 }
-extern "C" void __tsan_write_range(void* p, size_t n) { emu::check(p, n, emu::Access::write, CALLER); }
-
-#define ATOMIC(name, result, parameters)                  \
-  extern "C" auto __tsan_atomic##name parameters {        \
-    emu::hook(p, sizeof *p, emu::Access::atomic, CALLER); \
-    return result;                                        \
-  }
-#define ATOMICS(bits, T)                                                                                     \
-  ATOMIC(bits##_load, __atomic_load_n(p, __ATOMIC_SEQ_CST), (const T* p, int))                               \
-  ATOMIC(bits##_store, __atomic_store_n(p, v, __ATOMIC_SEQ_CST), (T * p, T v, int))                          \
-  ATOMIC(bits##_exchange, __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST), (T * p, T v, int))                    \
-  ATOMIC(bits##_fetch_add, __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST), (T * p, T v, int))                    \
-  ATOMIC(bits##_fetch_sub, __atomic_fetch_sub(p, v, __ATOMIC_SEQ_CST), (T * p, T v, int))                    \
-  ATOMIC(bits##_fetch_or, __atomic_fetch_or(p, v, __ATOMIC_SEQ_CST), (T * p, T v, int))                      \
-  ATOMIC(bits##_compare_exchange_strong, compare_exchange(p, before, v), (T * p, T * before, T v, int, int)) \
-  ATOMIC(bits##_compare_exchange_weak, compare_exchange(p, before, v), (T * p, T * before, T v, int, int))
-template <class T>
-static int compare_exchange(T* p, T* before, T v) {
-  return __atomic_compare_exchange_n(p, before, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
-}
-ATOMICS(8, uint8_t)
-ATOMICS(16, uint16_t)
-ATOMICS(32, uint32_t) ATOMICS(64, uint64_t) extern "C" void __tsan_atomic_thread_fence(int) {}
-extern "C" void __tsan_vptr_update(void*, void*) {}
-extern "C" void __tsan_vptr_read(void*) {}
-extern "C" void __tsan_func_entry(void*) {}
-extern "C" void __tsan_func_exit() {}
-extern "C" void __tsan_init() {}
 #endif
