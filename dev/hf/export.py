@@ -3,8 +3,8 @@
 
     python3 dev/hf/export.py RUN_OR_CHECKPOINT FOLDER [--tokenizer FILE]
 
-Of a run's folder the newest checkpoint is taken. The tokenizer is the run's own: bytes for 257 tokens, else the
-file it was trained with, or --tokenizer. Afterwards
+If a run's folder is given, its newest checkpoint is exported. The tokenizer is the run's own:
+bytes for 257 tokens, else the file it was trained with, or --tokenizer. Afterwards
     AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 works, and so does the way back: --init-from FOLDER/model.safetensors. Needs numpy and safetensors.
 """

@@ -2,7 +2,7 @@
 
     AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 
-The model itself stands in rdattnres.py; here is only what the library asks for around it.
+The model itself is in rdattnres.py; this file holds only what the library needs around it.
 """
 import torch
 import torch.nn.functional as F

@@ -2,7 +2,7 @@
 """RD-AttnRes in PyTorch: the model of the trainers, for people who think in PyTorch.
 
 It reads the trainers' checkpoints, computes the same loss, and lets autograd find the gradients that the
-trainers derive by hand, so it is also their independent check (tests/test_reference.py). It is no trainer.
+trainers derive by hand, so it is also their independent check (tests/test_reference.py). It does not train.
 modeling_rdattnres.py wraps it for Hugging Face.
 
     python dev/hf/rdattnres.py CKPT SHARD [--windows N] [--double]     # loss on the first windows
