@@ -14,7 +14,8 @@
 #include "dev/common/random.h"      // philox: made-up tokens
 #include "dev/common/checkpoint.h"  // Checkpoint
 #include "dev/common/shards.h"      // SHARD_MAGIC
-#include "tests/child.h"            // Scratch
+#include "tests/check.h"
+#include "tests/child.h"  // Scratch
 
 inline const Scratch scratch;  // of this test, removed at its end
 inline const std::string& folder = scratch.path;
@@ -26,20 +27,43 @@ inline const char* TRAINER = CPU_TRAINER;  // or a CUDA trainer
 inline bool on_cpu() { return TRAINER == CPU_TRAINER; }
 
 struct Result {
-  int status;
-  std::string text;
-};  // exit status; stdout and stderr together
+  int status;        // exit status; 128 + signal if a signal ended it
+  std::string text;  // stdout and stderr together
+};
 
-inline Result shell(const std::string& command) {
-  Result result = {-1, ""};
-  FILE* pipe = popen(("export OMP_WAIT_POLICY=passive; (" + command + ") 2>&1").c_str(), "r");
-  if (!pipe) return result;
-  char chunk[4096];
-  for (size_t n; (n = fread(chunk, 1, sizeof chunk, pipe)) > 0;) result.text.append(chunk, n);
-  const int status = pclose(pipe);
-  result.status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-  return result;
-}
+// A program that runs beside the test.
+class Process {
+ public:
+  explicit Process(const std::string& line, const char* prefix = "exec ") : output(tmpfile()) {
+    fflush(nullptr);
+    id = fork();
+    if (id != 0) return;
+    setenv("OMP_WAIT_POLICY", "passive", 1);
+    dup2(fileno(output), 1);
+    dup2(fileno(output), 2);
+    execl("/bin/sh", "sh", "-c", (prefix + line).c_str(), static_cast<char*>(nullptr));
+    _exit(127);
+  }
+  bool running() {
+    if (id > 0 && waitpid(id, &state, WNOHANG) == id) id = 0;
+    return id > 0;
+  }
+  void signal(int number) {  // a number that has ended may be another's by now
+    if (running()) kill(id, number);
+  }
+  Result wait() {
+    if (id > 0) waitpid(id, &state, 0);
+    id = 0;
+    return {WIFEXITED(state) ? WEXITSTATUS(state) : 128 + WTERMSIG(state), read_stream(output)};
+  }
+  pid_t id = 0;
+
+ private:
+  FILE* output;
+  int state = 127 << 8;
+};
+
+inline Result shell(const std::string& commands) { return Process(commands, "").wait(); }
 
 // Odd sizes on purpose: no dimension is a multiple of a tile. 2 x 37 tokens a batch, two batches a step.
 inline std::string small_model =
@@ -67,6 +91,16 @@ inline std::string command(const std::string& out, const std::string& flags) {
 inline Result train(const std::string& out, const std::string& flags, const std::string& environment = "") {
   return shell(environment + " " + command(out, flags));
 }
+inline std::string resume(const std::string& out, const std::string& flags = "") {
+  return std::string(TRAINER) + " --resume " + folder + "/" + out + " " + flags;
+}
+
+inline void check_says(const Result& result, int status, const std::string& part) {
+  const bool right_status = CHECK_EQ(result.status, status);
+  if (!CHECK(result.text.find(part) != std::string::npos) || !right_status)
+    printf("  expected: %s\n%s\n", part.c_str(), result.text.c_str());
+}
+inline void check_ok(const Result& result) { check_says(result, 0, ""); }
 
 inline void write_shard(const std::string& name, size_t num_tokens, uint64_t seed) {
   std::vector<int32_t> header(256);
@@ -85,35 +119,6 @@ inline void write_shards() {
       write_shard("train_2.bin", 3 * 37 + 2, 3);
   write_shard("val_0.bin", 11 * 37 + 1, 4);
 }
-
-// A command that runs beside the test; what it prints goes to the file.
-class Process {
- public:
-  Process(const std::string& line, const std::string& output) {
-    fflush(nullptr);
-    id = fork();
-    if (id != 0) return;
-    const std::string text = "export OMP_WAIT_POLICY=passive; exec " + line + " > '" + output + "' 2>&1";
-    execl("/bin/sh", "sh", "-c", text.c_str(), static_cast<char*>(nullptr));
-    _exit(127);
-  }
-  bool running() {
-    if (id > 0 && waitpid(id, &state, WNOHANG) == id) id = 0;
-    return id > 0;
-  }
-  void signal(int number) {
-    if (running()) kill(id, number);
-  }             // a number that has ended may be another's by now
-  int wait() {  // exit status; 128 + signal if a signal ended it
-    if (id > 0) waitpid(id, &state, 0);
-    id = 0;
-    return WIFEXITED(state) ? WEXITSTATUS(state) : 128 + WTERMSIG(state);
-  }
-  pid_t id = 0;
-
- private:
-  int state = 127 << 8;
-};
 
 // All tensors of a checkpoint, by name. Empty if it cannot be opened.
 inline std::map<std::string, std::vector<float>> tensors(const std::string& path) {
@@ -166,4 +171,14 @@ inline std::vector<std::string> log_field(const std::string& out, const std::str
     if (name && name->text == event && value) values.push_back(value->text);
   }
   return values;
+}
+inline size_t logged_steps(const std::string& out) { return log_field(out, "step", "step").size(); }
+// Waits until a run's log has so many steps.
+inline void wait_for_steps(Process& run, const std::string& out, size_t steps) {
+  while (logged_steps(out) < steps && run.running()) usleep(1000);
+}
+// A run ended at this step as the other did, which was left alone.
+inline void check_same_end(const std::string& out, const std::string& other, size_t step) {
+  CHECK(same_bits(checkpoint_of(out, step), checkpoint_of(other, step)));
+  CHECK(log_field(out, "step", "loss") == log_field(other, "step", "loss"));
 }

@@ -17,33 +17,26 @@
 
 static const std::string EVERY_STEP = " --checkpoint-every 1 --keep 1";
 
-// Steps of the checkpoints in a run's folder. Every one must be whole.
-static std::vector<size_t> whole_checkpoints(const std::string& out) {
-  if (!is_folder(folder + "/" + out)) return {};
-  const std::vector<size_t> steps = list_checkpoints(folder + "/" + out);
-  for (size_t step : steps) {
+static std::vector<size_t> checkpoint_steps(const std::string& out) {
+  return is_folder(folder + "/" + out) ? list_checkpoints(folder + "/" + out) : std::vector<size_t>();
+}
+static size_t newest_checkpoint(const std::string& out) {  // its step; 0: there is none
+  const std::vector<size_t> steps = checkpoint_steps(out);
+  return steps.empty() ? 0 : steps.back();
+}
+// How many checkpoints a run has left. Every one must be whole.
+static size_t whole_checkpoints(const std::string& out) {
+  for (size_t step : checkpoint_steps(out)) {
     Checkpoint checkpoint;
     CHECK_EQ(checkpoint.try_open(checkpoint_of(out, step)), "");
   }
-  return steps;
-}
-static size_t newest_checkpoint(const std::string& out) {  // its step; 0: there is none
-  if (!is_folder(folder + "/" + out)) return 0;
-  const std::vector<size_t> steps = list_checkpoints(folder + "/" + out);
-  return steps.empty() ? 0 : steps.back();
+  return checkpoint_steps(out).size();
 }
 static bool half_written(const std::string& out) {
   if (!is_folder(folder + "/" + out)) return false;
   for (const auto& entry : std::filesystem::directory_iterator(folder + "/" + out))
     if (entry.path().extension() == ".tmp") return true;
   return false;
-}
-static std::string resume(const std::string& out) {
-  return std::string(TRAINER) + " --resume " + folder + "/" + out;
-}
-
-static void check_ok(const Result& result) {
-  if (!CHECK_EQ(result.status, 0)) printf("%s\n", result.text.c_str());
 }
 
 // How long the trainer takes here: from its start to its first step, and a step. A kill is aimed by them.
@@ -67,13 +60,12 @@ static void killed(size_t steps, size_t kills) {
   TEST(format("kill -9 at %zu random moments, a checkpoint every step, --keep 1: the same bits at the end",
               kills));
   size_t during_writing = 0, newest = 0, lives = 0, restarts = 0;
-  const std::string file = folder + "/killed.txt";
   // So many lives, and more until one of them has ended while it wrote.
   for (; lives < kills || (during_writing == 0 && lives < 10 * kills); lives++) {
     // A run that has no checkpoint yet starts anew; one that has must be able to go on.
     const std::string line =
         newest == 0 ? command("killed", format("--steps %zu", steps) + EVERY_STEP) : resume("killed");
-    Process run(line, file);
+    Process run(line);
     // Kill it at any moment of some steps after its second, or while it starts and reads its checkpoint, or as
     // soon as a checkpoint is being written.
     enum { TRAINS, STARTS, WRITES };
@@ -87,28 +79,26 @@ static void killed(size_t steps, size_t kills) {
     const double seconds = most * uniform(7, STREAM_TEST, lives);
     if (moment != WRITES) usleep(useconds_t(1e6 * seconds));
     run.signal(SIGKILL);
-    const int status = run.wait();
-    if (status == 0 && restarts++ < 5) {  // the kill came late, the run was at its end: another begins
+    const Result result = run.wait();
+    if (result.status == 0 && restarts++ < 5) {  // the kill came late, the run was at its end: another begins
       std::filesystem::remove_all(folder + "/killed");
       newest = 0;
       continue;
     }
-    if (!CHECK_EQ(status, 128 + SIGKILL)) {
-      printf("%s\n", read_file(file).c_str());
-      return;
-    }
-    const std::vector<size_t> left = whole_checkpoints("killed");
+    check_says(result, 128 + SIGKILL, "");
+    if (result.status != 128 + SIGKILL) return;
+    const size_t left = whole_checkpoints("killed");
     during_writing += half_written("killed");
-    CHECK(newest == 0 || !left.empty());
-    if (!left.empty()) CHECK(left.back() >= newest), newest = left.back();
+    CHECK(newest == 0 || left > 0);
+    CHECK(newest_checkpoint("killed") >= newest);
+    newest = newest_checkpoint("killed");
   }
   printf("  %zu of %zu kills left a file half written; the last came after step %zu of %zu\n", during_writing,
          kills, newest, steps);
   CHECK(newest > 0 && newest < steps && during_writing > 0);
   check_ok(shell(resume("killed")));
-  CHECK(same_bits(checkpoint_of("killed", steps), checkpoint_of("whole", steps)));
-  CHECK(log_field("killed", "step", "loss") == log_field("whole", "step", "loss"));
-  CHECK_EQ(whole_checkpoints("killed").size(), 1u);
+  check_same_end("killed", "whole", steps);
+  CHECK_EQ(whole_checkpoints("killed"), 1u);
   CHECK(!half_written("killed"));
 }
 
@@ -126,13 +116,11 @@ static bool mount_at(const std::string& place, const std::string& options) {
 // The run stopped with one line that names the file, at a step > 0; its last checkpoint is whole and, once
 // there is room again, the run goes on to the same bits.
 static void goes_on(const std::string& out, size_t steps, const Result& stopped, const std::string& message) {
-  CHECK_EQ(stopped.status, 1);
-  if (!CHECK(stopped.text.find(message) != std::string::npos)) printf("%s\n", stopped.text.c_str());
-  const std::vector<size_t> left = whole_checkpoints(out);
-  CHECK_EQ(left.size(), 1u);
+  check_says(stopped, 1, message);
+  CHECK_EQ(whole_checkpoints(out), 1u);
   CHECK(!half_written(out));
   check_ok(shell(resume(out)));
-  CHECK(same_bits(checkpoint_of(out, steps), checkpoint_of("whole", steps)));
+  check_same_end(out, "whole", steps);
 }
 
 static void disk_full(size_t steps) {
@@ -149,11 +137,9 @@ static void disk_full(size_t steps) {
     goes_on("small", steps, stopped, "small/ckpt_00000002.safetensors: cannot write: No space left on device");
     TEST("a disk that can only be read: refused at the start, nothing changed");
     CHECK_EQ(system(("mount -o remount,ro " + folder + "/small").c_str()), 0);
-    const Result refused = shell(resume("small") + format(" --steps %zu", steps + 1));
-    CHECK_EQ(refused.status, 1);
-    if (!CHECK(refused.text.find("cannot open: Read-only file system") != std::string::npos))
-      printf("%s\n", refused.text.c_str());
-    CHECK_EQ(whole_checkpoints("small").size(), 1u);
+    const Result refused = shell(resume("small", format("--steps %zu", steps + 1)));
+    check_says(refused, 1, "cannot open: Read-only file system");
+    CHECK_EQ(whole_checkpoints("small"), 1u);
     CHECK_EQ(system(("umount " + folder + "/small").c_str()), 0);
   }
 
@@ -163,49 +149,29 @@ static void disk_full(size_t steps) {
   goes_on("limited", steps, stopped, "limited/ckpt_00000006.safetensors: cannot write: File too large");
 }
 
-static void folder_lost(size_t steps) {
+static void folder_lost() {
   TEST("a folder that vanishes during the run: the next checkpoint ends it with a message");
-  Process run(command("lost", "--steps 100000" + EVERY_STEP), folder + "/lost.txt");
+  Process run(command("lost", "--steps 100000" + EVERY_STEP));
   while (run.running() && newest_checkpoint("lost") < 3) usleep(500);
   std::filesystem::rename(folder + "/lost", folder + "/moved");
-  CHECK_EQ(run.wait(), 1);
-  const std::string text = read_file(folder + "/lost.txt");
-  if (!CHECK(text.find("error: " + folder + "/lost") != std::string::npos)) printf("%s\n", text.c_str());
-  CHECK(text.find("No such file or directory") != std::string::npos);
-  CHECK(!is_folder(folder + "/lost"));
-  CHECK(!whole_checkpoints("moved").empty());
-
-  TEST("a folder that may not be written to");
-  if (geteuid() == 0) {
-    SKIP("root may write anywhere; a file system mounted read-only is tested above");
-    return;
-  }
-  check_ok(train("closed", format("--steps %zu", steps)));
-  std::filesystem::permissions(folder + "/closed",
-                               std::filesystem::perms::owner_read | std::filesystem::perms::owner_exec);
-  const Result refused = shell(resume("closed") + format(" --steps %zu", steps + 1));
-  std::filesystem::permissions(folder + "/closed", std::filesystem::perms::owner_all);
-  CHECK_EQ(refused.status, 1);
-  CHECK(refused.text.find("Permission denied") != std::string::npos);
-  CHECK_EQ(whole_checkpoints("closed").size(), 1u);
+  const Result lost = run.wait();
+  check_says(lost, 1, "error: " + folder + "/lost");
+  check_says(lost, 1, "No such file or directory");
+  CHECK(!is_folder(folder + "/lost") && whole_checkpoints("moved") > 0);
 }
 
 // ---- two runs, two signals -------------------------------------------------------------------------------
 
 static void second_run() {
   TEST("a second run in the folder of a running one is refused; the first goes on undisturbed");
-  Process first(command("shared", "--steps 1000000" + EVERY_STEP), folder + "/shared.txt");
+  Process first(command("shared", "--steps 1000000" + EVERY_STEP));
   while (first.running() && newest_checkpoint("shared") < 1) usleep(500);
-  for (const std::string& second : {command("shared", "--steps 60"), resume("shared")}) {
-    const Result refused = shell(second);
-    CHECK_EQ(refused.status, 1);
-    const std::string message = format("in use by another run (process %d)", int(first.id));
-    if (!CHECK(refused.text.find(message) != std::string::npos)) printf("%s\n", refused.text.c_str());
-  }
-  const size_t before = log_field("shared", "step", "step").size();
-  while (first.running() && log_field("shared", "step", "step").size() < before + 5) usleep(500);
+  for (const std::string& second : {command("shared", "--steps 60"), resume("shared")})
+    check_says(shell(second), 1, format("in use by another run (process %d)", int(first.id)));
+  const size_t before = logged_steps("shared");
+  wait_for_steps(first, "shared", before + 5);
   first.signal(SIGTERM);
-  CHECK_EQ(first.wait(), 0);
+  check_ok(first.wait());
   const std::vector<std::string> steps = log_field("shared", "step", "step");
   CHECK(steps.size() >= before + 5);
   for (size_t n = 0; n < steps.size(); n++) CHECK_EQ(steps[n], std::to_string(n + 1));
@@ -215,7 +181,7 @@ static void second_signal() {
   TEST("a second Ctrl-C ends the run at once, in the middle of a step, with status 130; the folder is whole");
   // One step of 148,000 tokens: it lasts long enough for both signals to fall into it.
   check_ok(train("twice", "--steps 1" + EVERY_STEP));
-  Process run(resume("twice") + " --steps 3 --total-batch 148000", folder + "/twice.txt");
+  Process run(resume("twice", "--steps 3 --total-batch 148000"));
   while (run.running() && log_field("twice", "config", "parameters").size() < 2) usleep(500);
   usleep(50000);  // from the start of the log into the step
   run.signal(SIGINT);
@@ -223,12 +189,11 @@ static void second_signal() {
   CHECK(run.running());
   const double before = seconds_now();
   run.signal(SIGINT);
-  CHECK_EQ(run.wait(), 130);
+  CHECK_EQ(run.wait().status, 130);
   const double seconds = seconds_now() - before;
   printf("  ended %.4f s after the second signal\n", seconds);
   CHECK(seconds < 2);  // the step would take longer
-  CHECK(whole_checkpoints("twice") == std::vector<size_t>{1});
-  CHECK(!half_written("twice"));
+  CHECK(whole_checkpoints("twice") == 1 && newest_checkpoint("twice") == 1 && !half_written("twice"));
 }
 
 int main(int argc, char** argv) {
@@ -245,7 +210,7 @@ int main(int argc, char** argv) {
   reference(steps);
   killed(steps, kills);
   disk_full(steps);
-  folder_lost(20);
+  folder_lost();
   second_run();
   second_signal();
   return finish();
