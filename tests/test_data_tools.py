@@ -7,7 +7,6 @@ import functools
 import glob
 import gzip
 import hashlib
-import http.server
 import importlib.util
 import json
 import os
@@ -19,7 +18,6 @@ import struct
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 
 from check import Skip, case, finish, skip
@@ -30,6 +28,7 @@ FINEWEB = os.path.join(ROOT, "data", "fineweb_edu.py")
 TEMPORARY = tempfile.TemporaryDirectory(prefix="test_data_")
 EOT = 256
 SPLITS = ("train", "val", "test")
+TENS = [b"%09d" % i for i in range(40)]  # ten tokens each fill a shard of 100, leave one free in 101
 BYTES = [bytes([b]) for b in range(256)] + [b"<|endoftext|>"]
 
 
@@ -161,10 +160,9 @@ def test_text_to_shards():
 
     with case("separators and characters across the edges of the pieces in which a file is read"):
         piece, b = 1 << 20, b"b" * 10
-        for before in (piece - 3, piece - 2, piece - 1, piece, 2 * piece - 1):
+        for before in (piece - 3, piece - 2, piece - 1, piece):
             a = b"a" * before
-            for separator in (b"\n\n", b"\n \t \n"):
-                assert train_only(a + separator + b) == [a, b], f"{before} bytes before {separator}"
+            assert train_only(a + b"\n \t \n" + b + b"\n\n" + a) == [a, b, a], before
             assert train_only(a + b"\xc3\xa9\n\n" + b) == [a + b"\xc3\xa9", b], before
             assert train_only(a + b"<cut>" + b, "--separator", "<cut>") == [a, b], before
             assert train_only(a + b"\n" + a) == [a + b"\n" + a], before
@@ -175,7 +173,7 @@ def test_text_to_shards():
         documents = [bytes(rng.choices(b"abcdefghijklmnopqrstuvwxyz", k=1 + i % 200)) for i in range(1200)]
         text = b"\n\n".join(documents)
         assert convert(text) == by_split(documents)
-        for val, test in ((30, 0), (100, 0), (0, 100), (60, 40)):
+        for val, test in ((30, 0), (0, 100), (60, 40)):
             assert convert(text, f"--val={val}", "--test", str(test)) == by_split(documents, val, test)
         folder = fresh_folder()  # the first file ends with a long document, the second begins with short ones
         first, second = (write(folder, name, b"\n\n".join(half))
@@ -185,14 +183,12 @@ def test_text_to_shards():
 
     with case("--shard-tokens bounds shards, which begin with a document; a longer document has its own"):
         documents = some_documents(1, 300) + [b"long " * 300] + some_documents(2, 50)
-        tens = [b"%09d" % i for i in range(40)]  # ten tokens each fill a shard of 100, leave one free in 101
-        folder = fresh_folder()
-        for many, limits in ((documents, (1000, 2 ** 31 - 1)), (tens, (1, 99, 100, 101, 137))):
-            path = write(folder, "in.txt", b"\n\n".join(many))
+        for many, limits in ((documents, (1000, 2 ** 31 - 1)), (TENS, (1, 99, 100, 101, 137))):
             for limit in limits:
-                flags = ["--val", 0, "--test", 0, "--shard-tokens", limit, "--name", f"at{limit}"]
-                run(TOOL, "--out", folder + "/out", *flags, path)
-                assert read_split(folder + "/out", "train", f"at{limit}") == greedy(many, limit), limit
+                folder = fresh_folder()
+                run(TOOL, "--out", folder, "--val", 0, "--test", 0, "--shard-tokens", limit, "-",
+                    input=b"\n\n".join(many))
+                assert read_split(folder, "train") == greedy(many, limit), limit
 
     with case("what is printed at the end: documents, bytes, tokens, shards of each split; repaired documents"):
         folder = fresh_folder()
@@ -225,17 +221,15 @@ def test_text_to_shards():
     with case("wrong flags: one line, exit status 2, nothing written"):
         folder = fresh_folder()
         path, out = write(folder, "a", b"a"), folder + "/out"
-        run(TOOL, path, status=2, says="--out")
-        run(TOOL, "--out", out, status=2, says="no text files")
-        run(TOOL, "--out", status=2, says="--out: no value")
+        whole = ["--out", out, path]
         for flags, says in [
-            (["--val", "x"], "--val: got 'x'"), (["--val=101"], "--val"), (["--nonsense", "1"], "--nonsense"),
-            (["--val=60", "--test=41"], "60 + 41"), (["--shard-tokens", "0"], "--shard-tokens"),
-            (["--shard-tokens", "2147483648"], "--shard-tokens"), (["--bad-utf8", "no"], "--bad-utf8"),
-            (["--shard-tokens", "99999999999999999999"], "--shard-tokens"), (["--name", "a/b"], "--name"),
-            (["--max-document", "1073741825"], "--max-document"), (["--max-document", "0"], "--max-document"),
-            (["--separator", ""], "--separator")]:
-            run(TOOL, "--out", out, *flags, path, status=2, says=says)
+            ([path], "--out"), (["--out", out], "no text files"), (["--out"], "--out: no value"),
+            ([*whole, "--val", "x"], "--val: got 'x'"), ([*whole, "--nonsense", "1"], "--nonsense"),
+            ([*whole, "--val=60", "--test=41"], "60 + 41"), ([*whole, "--shard-tokens", "0"], "--shard-tokens"),
+            ([*whole, "--shard-tokens", "2147483648"], "--shard-tokens"),
+            ([*whole, "--bad-utf8", "no"], "--bad-utf8"), ([*whole, "--name", "a/b"], "--name"),
+            ([*whole, "--max-document", "1073741825"], "--max-document"), ([*whole, "--separator", ""], "--separator")]:
+            run(TOOL, *flags, status=2, says=says)
         assert not os.path.exists(out), "wrote something"
         run(TOOL, "--help", says="usage:")
 
@@ -245,18 +239,15 @@ def test_text_to_shards():
         for arguments, says in [
             ([out, path, folder + "/missing"], "/missing: cannot read"), ([out, folder], folder),
             ([path + "/out", path], ": cannot create the folder: Not a directory"),
-            ([out, "--tokenizer", folder + "/missing", path], "/missing"),
             ([out, "--tokenizer", path, path], "for a tokenizer"),
             ([out, write(folder, "empty", b"\n\n \n")], "no document")]:
             run(TOOL, "--out", *arguments, status=1, says=says)
         assert not glob.glob(out + "/*.bin")
-        for size in (1001, 3000000):
-            convert(b"a\n\n" + b"b" * size, "--max-document", "1000", status=1,
-                    says="in.txt: the document at byte 3 is longer than 1000 bytes")
+        convert(b"a\n\n" + b"b" * 1001, "--max-document", "1000", status=1,
+                says="in.txt: the document at byte 3 is longer than 1000 bytes")
         for end in (b"\n\nc", b"\n", b"\r\n\r\n", b""):
             got = train_only(b"a\n\n" + b"b" * 1000 + end, "--max-document", "1000")
             assert got == [b"a", b"b" * 1000] + [b"c"] * (b"c" in end), end
-
         run(TOOL, "--out", out, path)
         before = contents(out)
         run(TOOL, "--out", out, path, status=1, says="already there")
@@ -319,8 +310,7 @@ def test_fineweb_edu_sh():
         write(source, name, data)
 
     def fetch(n, folder, says="", status=0, url="file://" + source):
-        # A proxy that the machine may have set must not stand between us and ourselves.
-        env = {"FINEWEB_EDU_URL": url, "RETRIES": "2", "no_proxy": "*", "NO_PROXY": "*"}
+        env = {"FINEWEB_EDU_URL": url, "RETRIES": "2"}
         done = subprocess.run(["bash", script, str(n), folder], env={**os.environ, **env}, timeout=100,
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         assert done.returncode == status and says in done.stdout.decode(), f"want {status}, {says}: {done}"
@@ -341,26 +331,13 @@ def test_fineweb_edu_sh():
         fetch(2, folder)
         assert contents(folder) == {val: good[val], train % 1: marked + good[train % 1][len(marked):],
                                     train % 2: good[train % 2]}
-
-    with case("a server that cannot resume: the file is fetched from its start; one that has no such file"):
-        handler = http.server.SimpleHTTPRequestHandler
-        handler.log_message = lambda *_: None
-        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(handler, directory=source))
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url, folder = f"http://127.0.0.1:{server.server_port}", fresh_folder()
-        write(folder, train % 1 + ".part", b"\7" * 5000)
-        fetch(1, folder, url=url)
-        holds(folder, 1)
-        fetch(6, folder, "404", status=1, url=url)
-        holds(folder, 1, 2, 3, 4, 5)
-        server.shutdown()
+        fetch(6, folder, train % 6, status=1)  # there is none
 
     with case("a file that is not the shard it should be never gets its name"):
         tokens = [50256] * 100
         for wrong, says in [
-                (b"<html>sorry</html>" * 100, "magic"), (shard(tokens, magic=7), "magic 7, expected 20240520"),
-                (shard(tokens, version=2), "version 2, expected 1"), (b"x" * 100, "too short"),
-                (shard(tokens, count=99), "1224 bytes, expected 1222"), (shard(tokens, count=-1), "expected"),
+                (b"<html>sorry</html>" * 100, "magic"), (shard(tokens, version=2), "version 2, expected 1"),
+                (b"x" * 100, "too short"), (shard(tokens, count=99), "1224 bytes, expected 1222"),
                 (shard(tokens, count=101), "incomplete: 1224 bytes of 1226")]:
             folder = fresh_folder()
             write(source, train % 2, wrong)
@@ -377,7 +354,7 @@ def test_fineweb_edu_sh():
         path = write(folder, train % 1, good[train % 1][:-2])
         fetch(1, folder, f"{path}: incomplete", status=1)
         assert open(path, "rb").read() == good[train % 1][:-2]
-        for arguments in ([], ["x"], ["-1"], ["1", "a", "b"], ["1000"]):
+        for arguments in ([], ["x"], ["1", "a", "b"], ["1000"]):
             run("bash", script, *arguments, status=2, says="usage")
         if shutil.which("flock"):
             with subprocess.Popen(["flock", folder + "/.lock", "cat"], stdin=subprocess.PIPE):
@@ -424,11 +401,10 @@ def test_fineweb_edu_py():
         text = write(folder, "all.txt", b"\n\n".join(documents))
         run(TOOL, "--out", folder + "/text", "--name", "fineweb_edu", *flags, text)
         assert contents(folder + "/text") == contents(folder + "/out", "*[0-9].bin")
-        tens = [b"%09d" % i for i in range(40)]  # ten tokens each
-        path = write(folder, "tens.jsonl", jsonl(tens))
+        path = write(folder, "tens.jsonl", jsonl(TENS))
         for limit in (1, 100, 101, 109):
             tokenize(folder, path, "--val", 0, "--test", 0, "--shard-tokens", limit, name=f"at{limit}")
-            assert read_split(folder + "/out", "train", f"at{limit}") == greedy(tens, limit), limit
+            assert read_split(folder + "/out", "train", f"at{limit}") == greedy(TENS, limit), limit
 
     with case("fineweb_edu.py: compressed files, half a surrogate pair, --max-tokens, the counts printed"):
         folder, documents = fresh_folder(), some_documents(14, 1000, 2000)
@@ -463,12 +439,12 @@ def test_fineweb_edu_py():
         tokenize(folder, cut, name="cut", status=1, says="cut.parquet: document 1: ArrowInvalid: Parquet magic")
 
     with case("fineweb_edu.py refuses what it cannot read or write: one line, and where"):
+        need("pyarrow")
         folder, good = fresh_folder(), jsonl([b"abc"] * 999)
         pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
         for i, (name, data, says) in enumerate([
                 ("a.jsonl", b'{"text": "a"}\n{"text": \n', "document 2: JSONDecodeError"),
                 ("a.jsonl", b'{"txt": "a"}\n', "document 1: KeyError: 'text'; expected JSON Lines with text"),
-                ("a.jsonl", b'["text"]\n', "document 1: TypeError"),
                 ("a.jsonl", b'{"text": 5}\n', "of type int"),
                 ("a.jsonl", '{"text": "é"}\n'.encode("latin-1"), "document 1: UnicodeDecodeError"),
                 ("a.jsonl", '{"text": "a"}\n'.encode("utf-16"), "document 1: UnicodeDecodeError"),
@@ -476,8 +452,6 @@ def test_fineweb_edu_py():
                 ("a.jsonl.gz", good, "Not a gzipped file"),
                 ("a.jsonl.gz", gzip.compress(good)[:40] + b"#" * 99, "a.jsonl.gz: document 1: error: Error -3"),
                 ("a.jsonl", pointer, "a pointer of Git LFS"), ("a.parquet", pointer, "a pointer of Git LFS")]):
-            if name.endswith("parquet"):
-                need("pyarrow")
             tokenize(folder, write(folder, name, data), name=f"n{i}", status=1, says=says)
         path = write(folder, "a.jsonl", b"\n")
         tokenize(folder, path, status=1, says="no document")
@@ -491,12 +465,10 @@ def test_fineweb_edu_py():
         for data, says in [
                 (good, "not a tokenizer"), (tokenizer_file()[:-20], "t.bin: 1530 bytes"),
                 (tokenizer_file(BYTES[-1:] + BYTES[:-1], eot=0), "end-of-text is token 0, expected the last"),
-                (tokenizer_file(eot=257), "end-of-text is token 257, expected the last, 256"),
                 (tokenizer_file(BYTES[:65] + BYTES[66:], 256, 255), "byte 65")]:
             tokenize(folder, path, tokenizer=write(folder, "t.bin", data), name="t", status=1, says=says)
         tokenize(folder, path, tokenizer=folder + "/none", status=2, says="--tokenizer: got")
-        for flag, value in [("--vocab-size", 257), ("--vocab-size", 65537), ("--shard-tokens", 0),
-                            ("--shard-tokens", 2 ** 31), ("--workers", 0), ("--val", 100), ("--test", -1)]:
+        for flag, value in [("--vocab-size", 65537), ("--shard-tokens", 0), ("--workers", 0), ("--val", 100)]:
             text = tokenize(folder, path, flag, value, status=2)
             assert flag in text.splitlines()[-1], text  # behind the usage
 
@@ -531,8 +503,7 @@ fineweb_edu.main()
         assert text.endswith("".join(again.splitlines(True)[1:])) and ours == contents(folder + "/out")
         for flag, was, now in [
                 ("--test", 1, 3), ("--val", 20, 5), ("--shard-tokens", 50000, 50001), ("--max-tokens", 0, 9),
-                ("--column", "text", "body"), ("--vocab-size", 32768, 999), ("--train-bytes", 1000000000, 5),
-                ("--input", f"['{path}']", FINEWEB), ("--tokenizer", vocabulary, "gpt2")]:
+                ("--column", "text", "body"), ("--input", f"['{path}']", FINEWEB)]:
             tokenize(folder, path, *flags, flag, now, status=1,
                      says=f"an earlier run had {flag[2:].replace('-', '_')} {was}, now it is")
 
@@ -563,17 +534,18 @@ fcntl.lockf = none
         documents = [(("train", "val")[n % 5 == 4], struct.pack(f"<{size}H", *range(100 * n, 100 * n + size)))
                      for n, size in enumerate(sizes)]
 
-        def tokens_in(folder):  # without headers: that of an unfinished shard counts for nothing
+        def written(folder):  # without headers: that of an unfinished shard counts for nothing
             return {name: data[1024:] for name, data in contents(folder, "*.bin*").items()}
 
-        def write_on(writer, upto):
+        def write_on(folder, upto):
+            writer = fineweb_edu.Writer(folder, "w", 10, {})
+            at_start = written(folder)
             for split, tokens in documents[writer.state["rows"]:upto]:
                 writer.add(split, len(tokens), tokens)
+            return writer, at_start
 
         def finish_all(folder):
-            writer = fineweb_edu.Writer(folder, "w", 10, {})
-            at_start = tokens_in(folder)
-            write_on(writer, len(documents))
+            writer, at_start = write_on(folder, len(documents))
             for split in SPLITS:
                 writer.finish(split)
             return at_start, contents(folder, "*.bin*")
@@ -585,11 +557,11 @@ fcntl.lockf = none
         for saved in range(len(documents)):
             for stopped in range(saved, len(documents) + 1):
                 folder = fresh_folder()
-                writer = fineweb_edu.Writer(folder, "w", 10, {})
-                write_on(writer, saved)
+                writer, _ = write_on(folder, saved)
                 writer.save()
-                before = tokens_in(folder)
-                write_on(writer, stopped)
+                before = written(folder)
+                for split, tokens in documents[saved:stopped]:
+                    writer.add(split, len(tokens), tokens)
                 for file in writer.files.values():
                     file.close()  # all of it has reached the disk, but not the state
                 assert finish_all(folder) == (before, alone), f"saved after {saved}, stopped after {stopped}"
@@ -612,13 +584,10 @@ fcntl.lockf = none
         text = write(folder, "all.txt", b"<>".join(documents))
         run(TOOL, "--out", folder + "/text", "--name=fineweb_edu", "--separator=<>", "--val=1", "--test=1",
             "--tokenizer", trained, text)
-        count = 0
         for split, mine in by_split(documents, 1, 1).items():
             got = read_split(folder + "/out", split, "fineweb_edu")
             assert got == read_split(folder + "/text", split, "fineweb_edu"), split
             assert b"".join(tokens[t] for s in got for t in s) == b"".join(tokens[499] + d for d in mine)
-            count += sum(map(len, got))
-        assert count < sum(map(len, documents)) / 2
         tokenize(folder, path, "--vocab-size", 60000, tokenizer="train", name="b", status=1,
                  says="--vocab-size 60000")
 
