@@ -22,37 +22,12 @@ static void keep_current() { write_file("build/fuzz_found", current); }
 // Numbers at which sizes and counts turn over, and bits of what the formats are made of.
 static const std::vector<std::string>& pieces() {
   static const std::vector<std::string> list = [] {
-    std::vector<std::string> all = {"\"",
-                                    "\\",
-                                    "\\u",
-                                    "\\ud83d",
-                                    "{",
-                                    "}",
-                                    "[",
-                                    "]",
-                                    ",",
-                                    ":",
-                                    "\n",
-                                    "--",
-                                    "=",
-                                    "0",
-                                    "-1",
-                                    "1e308",
-                                    ".",
-                                    "9223372036854775808",
-                                    "18446744073709551615",
-                                    "18446744073709551616",
-                                    "4294967296",
-                                    "null",
-                                    "\"step\"",
-                                    "\"shape\"",
-                                    "\"F32\"",
-                                    "data_offsets",
-                                    "__metadata__",
-                                    "\xc3\xa9",
-                                    "\xff",
-                                    " ",
-                                    "'ll"};
+    std::vector<std::string> all = {"\n", " "};
+    std::istringstream words(
+        R"(" \ \u \ud83d { } [ ] , : -- = 0 -1 1e308 . 9223372036854775808 18446744073709551615)"
+        R"( 18446744073709551616 4294967296 null "step" "shape" "F32" data_offsets __metadata__ 'll)"
+        " \xc3\xa9 \xff");
+    for (std::string word; words >> word;) all.push_back(word);
     for (uint64_t n :
          {uint64_t(0), uint64_t(1), uint64_t(0x7F), uint64_t(0x80), uint64_t(0x7FFF), uint64_t(0xFFFF),
           uint64_t(0x7FFFFFFF), uint64_t(0x80000000), uint64_t(0xFFFFFFFF), uint64_t(1) << 63, ~uint64_t(0)})

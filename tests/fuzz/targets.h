@@ -58,14 +58,12 @@ inline std::string header(const std::vector<uint32_t>& numbers, size_t length) {
 // ---- token shards: T - 1, V / 256, the file -------------------------------------------------------------
 
 inline std::vector<std::string> shard_seeds() {
-  std::string tokens;
-  for (int i = 0; i < 23; i++) tokens += {char(i * 37), char(i * 37 / 256)};
+  const std::string tokens("\1\0\2\0\3\1\4\0\5\1\6\0\7\2\10\0\11\0\12\0", 20);
   std::vector<std::string> seeds;
-  for (const char* choice : {"\4\4", "\0\377", "\25\4", "\26\4"})
-    seeds.push_back(std::string(choice, 2) + header({SHARD_MAGIC, SHARD_VERSION, 23}, SHARD_HEADER) + tokens);
-  for (uint32_t count : {uint32_t(0), uint32_t(-1), uint32_t(INT32_MAX)})
-    seeds.push_back("\4\4" + header({SHARD_MAGIC, SHARD_VERSION, count}, SHARD_HEADER) + (count ? tokens : ""));
-  seeds.push_back("\4\4" + header({SHARD_MAGIC, 2, 23}, SHARD_HEADER) + tokens);
+  for (uint32_t count : {uint32_t(10), uint32_t(0), uint32_t(-1), uint32_t(INT32_MAX)})
+    for (const std::string& choice : {std::string("\3\4"), std::string("\0\377", 2)})
+      seeds.push_back(choice + header({SHARD_MAGIC, SHARD_VERSION, count}, SHARD_HEADER) +
+                      (count ? tokens : ""));
   return seeds;
 }
 
@@ -80,20 +78,10 @@ inline void run_shard(const std::string& bytes) {
   const size_t n = data.num_windows(T);
   HOLDS(n * T < data.num_tokens());
   std::vector<int> inputs(T), targets(T);
-  const auto at = [&](size_t i) {  // token i, as it stands in the file
-    uint16_t token;
-    memcpy(&token, &input.rest[SHARD_HEADER + 2 * i], 2);
-    return int(token);
-  };
-  for (size_t i = 0; i < std::min<size_t>(n, 20); i++) {
-    data.window(i, T, inputs.data(), targets.data());
-    for (size_t t = 0; t < T; t++) {
-      HOLDS(inputs[t] == at(i * T + t) && targets[t] == at(i * T + t + 1));
-      HOLDS(size_t(inputs[t]) < V && size_t(targets[t]) < V);
-    }
-  }
-  for (uint64_t k : {uint64_t(0), uint64_t(n), uint64_t(1) << 62})
+  for (uint64_t k : {uint64_t(0), uint64_t(n), uint64_t(1) << 62}) {
     training_example(data, T, 1, k, inputs.data(), targets.data());
+    for (size_t t = 0; t < T; t++) HOLDS(size_t(inputs[t]) < V && size_t(targets[t]) < V);
+  }
 }
 
 // ---- tokenizer: length of a text, the text, the file ----------------------------------------------------
@@ -151,17 +139,14 @@ inline std::vector<std::string> safetensors_seeds() {
   const std::string path = scratch() / "seed.safetensors";
   checkpoint_write(path, metadata, {{"model.wte", {3, 4}, get}, {"model.norm", {4}, get}});
   std::vector<std::string> seeds = {read_file(path), safetensors_file("{}", 0)};
-  const std::pair<const char*, size_t> seconds[] = {
-      {R"("b":{"dtype":"BF16","shape":[4],"data_offsets":[24,32]})", 32},
-      {R"("__metadata__":{"format":"pt","layers":"3","vocab":"99999999999999999999"})", 24},
-      {R"("b":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[24,28]})", 28},
-      {R"("b":{"dtype":"F32","shape":[0,18446744073709551615],"data_offsets":[24,24]})", 24},
-      {R"("\u00e9\ud83d\ude00\n":{"dtype":"F32","shape":[],"data_offsets":[24,28]})", 28},
-  };
-  for (const auto& second : seconds) {
-    const std::string first = R"({"a":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},)";
-    seeds.push_back(safetensors_file(first + second.first + "}  ", second.second));
-  }
+  const std::string first = R"({"a":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},)";
+  for (const char* second : {
+           R"("b":{"dtype":"BF16","shape":[2],"data_offsets":[24,28]}})",
+           R"("b":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[24,28]}})",
+           R"("b":{"dtype":"F32","shape":[0,18446744073709551615],"data_offsets":[24,24]}})",
+           R"("__metadata__":{"format":"pt","layers":"3","vocab":"99999999999999999999"}})",
+       })
+    seeds.push_back(safetensors_file(first + second, strstr(second, "28]") ? 28 : 24));
   return seeds;
 }
 
@@ -173,13 +158,11 @@ inline void run_safetensors(const std::string& bytes) {
   for (const auto& tensor : checkpoint.tensors) {
     total += tensor.second.end - tensor.second.begin;
     if (!error_of([&] { checkpoint.entry(tensor.first, tensor.second.shape); }).empty()) continue;
-    size_t n = 1, next = 0;
+    size_t n = 1, got = 0;
     for (size_t d : tensor.second.shape) n *= d;
-    checkpoint.read(tensor.first, tensor.second.shape, [&](size_t offset, size_t count, const float*) {
-      HOLDS(offset == next);
-      next += count;
-    });
-    HOLDS(next == n);
+    const auto put = [&](size_t, size_t count, const float*) { got += count; };
+    checkpoint.read(tensor.first, tensor.second.shape, put);
+    HOLDS(got == n);
   }
   HOLDS(checkpoint.data + total == bytes.size());  // every byte belongs to the header or to one tensor
 
@@ -191,47 +174,24 @@ inline void run_safetensors(const std::string& bytes) {
 
 // ---- JSON -----------------------------------------------------------------------------------------------
 
-inline std::string json_text(const Json& value) {
-  if (value.type == Json::string) return json_quote(value.text);
-  if (value.type != Json::array && value.type != Json::object) return value.text;
-  const bool object = value.type == Json::object;
-  std::string text;
-  for (size_t i = 0; i < value.values.size(); i++)
-    text += (i ? "," : "") + (object ? json_quote(value.names[i]) + ":" : "") + json_text(value.values[i]);
-  return object ? "{" + text + "}" : "[" + text + "]";
-}
-
 inline std::vector<std::string> json_seeds() {
   return {R"({"event":"step","step":12,"loss":-1.25e-3,"list":[1,[],{}],"ok":true,"none":null})",
-          R"(["\"\\\/\b\f\n\r\t\u0041\u00e9\u20ac\ud83d\ude00", "é€😀"])",
-          R"({"a":{"b":{"c":[[[[[[]]]]]]}}})",
-          "[\"\\ud800\", \"\xff\xc0\x80\"]",
-          "1e999",
-          "-",
-          "{\"a\":1,\"a\":2}",
-          std::string(40, '[') + std::string(40, ']')};
+          R"(["\"\\\/\b\f\n\r\t\u0041\u00e9\u20ac\ud83d\ude00", "é€😀"])", "[\"\\ud800\", \"\xff\xc0\x80\"]",
+          "{\"a\":1,\"a\":2}", std::string(40, '[') + std::string(40, ']')};
 }
 
 inline void run_json(const std::string& bytes) {
   Json value, again;
   const std::string error = JsonParser::parse(bytes, &value);
   if (!error.empty()) fatal(EXIT_ERROR, "%s", error.c_str());
-  const std::string text = json_text(value);
-  for (size_t at = 0, length; at < bytes.size(); at += length) {
-    uint32_t code;
-    length = utf8_decode(bytes, at, &code);
-    if (length == 0) return;  // what is no UTF-8 is replaced when it is written: two names may become one
-  }
-  HOLDS(JsonParser::parse(text, &again).empty());
-  HOLDS(json_text(again) == text);
+  HOLDS(JsonParser::parse(json_quote(value.text), &again).empty() && again.type == Json::string);
 }
 
 // ---- the log of a resumed run: the step, the file ---------------------------------------------------------
 
 inline std::vector<std::string> log_seeds() {
   std::string log = "{\"event\":\"config\",\"options\":{\"arch\":\"rd\"},\"parameters\":470016}\n";
-  for (int step = 1; step <= 4; step++)
-    log += format("{\"event\":\"step\",\"step\":%d,\"loss\":5.5%d}\n", step, step);
+  for (int step = 1; step <= 4; step++) log += format("{\"event\":\"step\",\"step\":%d,\"loss\":5.5}\n", step);
   return {"\2" + log, "\11" + log + "{\"event\":\"done\",\"step\":4}\n{\"event\":\"step\",\"st",
           "\2\n\n[]\n" + log + "rubbish\n" + log,
           "\2{\"step\":-1}\n{\"step\":\"2\"}\n{\"step\":2.0}\n{\"event\":7}\n"};
@@ -274,21 +234,10 @@ inline void run_log(const std::string& bytes) {
 inline std::vector<std::string> flags_seeds() {
   std::vector<std::string> seeds = {"c", "g--dtype\nfp32\n--recompute", "c--preset=s\n--dry-run",
                                     "c--layers\n3\n--layers\n4", "c--resume\nx\n--init-from\ny"};
-  std::string all = "g";
-  for (const Flag& flag : flag_table()) {
-    const std::string name = std::string("--") + flag.name;
-    if (is_switch(flag)) {
-      all += name + "\n";
-      continue;
-    }
-    const bool is_text = std::holds_alternative<std::string Options::*>(flag.member);
-    if (!is_text) seeds.push_back("c" + name + "=" + number_text(flag.min));
-    if (!is_text) seeds.push_back("c" + name + "=" + number_text(flag.max));
-    seeds.push_back("c" + name + "=18446744073709551616");
-    if (!strcmp(flag.name, "init-from") || !strcmp(flag.name, "resume")) continue;
-    all += name + "\n" + flag_text(preset_options("s", Device::gpu), flag) + "\n";
-  }
-  seeds.push_back(all);
+  for (const Flag& flag : flag_table())
+    for (const std::string& value : {number_text(flag.min), number_text(flag.max), std::string("x"),
+                                     flag_text(preset_options("s", Device::gpu), flag)})
+      seeds.push_back(format("g--%s=%s", flag.name, value.c_str()));
   return seeds;
 }
 
@@ -298,8 +247,9 @@ inline void run_flags(const std::string& bytes) {
   std::vector<std::string> arguments = {"train"};
   std::istringstream lines(input.rest);
   for (std::string line; std::getline(lines, line);) {
-    line = line.c_str();                                              // an argument ends at a zero byte
-    if (line != "--help" && line != "-h") arguments.push_back(line);  // prints and ends the program
+    line = line.c_str();  // an argument ends at a zero byte
+    const bool ends = line == "--help" || line == "-h" || line == "--version";  // prints and ends the program
+    if (!ends) arguments.push_back(line);
   }
   std::vector<char*> argv;
   for (std::string& argument : arguments) argv.push_back(&argument[0]);
@@ -310,10 +260,8 @@ inline void run_flags(const std::string& bytes) {
     HOLDS(flag_text(again, flag) == flag_text(o, flag) || !o.given.count(flag.name));
   }
   const Config config = config_from(o, 257);
-  HOLDS(config.C % config.NH == 0 && config.HS() % 2 == 0 && config.V >= 2);
+  HOLDS(config.C % config.NH == 0 && config.HS() % 2 == 0);
   HOLDS(o.total_batch % (o.batch * o.context) == 0 && o.total_batch > 0);
-  const ParamCount n = count_params(config);
-  HOLDS(n.total == n.embedding + n.layers + n.routes);
   HOLDS(!settings_table(o).empty() && !model_table(config).empty() && !schedule_table(o, 1).empty());
   Options resumed = preset_options(o.preset, device);  // what a checkpoint keeps of it, read back
   adopt_saved(resumed, saved_options(o));
