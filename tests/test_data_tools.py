@@ -239,7 +239,7 @@ def test_text_to_shards():
         for arguments, says in [
             ([out, path, folder + "/missing"], "/missing: cannot read"), ([out, folder], folder),
             ([path + "/out", path], ": cannot create the folder: Not a directory"),
-            ([out, "--tokenizer", path, path], "for a tokenizer"),
+            ([out, "--tokenizer", path, path], path + ": cut short"),
             ([out, write(folder, "empty", b"\n\n \n")], "no document")]:
             run(TOOL, "--out", *arguments, status=1, says=says)
         assert not glob.glob(out + "/*.bin")

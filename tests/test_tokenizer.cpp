@@ -212,7 +212,7 @@ static void test_bad_files(const Scratch& folder) {
   const struct {
     std::string bytes, message;
   } cases[] = {
-      {"", "0 bytes, expected 1024 to 16778240 for a tokenizer"},
+      {"", "cut short: nothing at byte 0, expected 16 more"},
       {tokenizer_bytes(tokens, 258, 20240520), "not a tokenizer: magic 20240520, expected 20240328"},
       {tokenizer_bytes(tokens, 258, 20240328, 1), "tokenizer version 1, expected 2"},
       {tokenizer_bytes({}, 0), "0 tokens, expected 2 to 65536"},

@@ -4,9 +4,9 @@
 //    "model.wte":{"dtype":"F32","shape":[384,128],"data_offsets":[0,196608]}, ...}
 //
 // A checkpoint's tensors are named model.<name>, adam_m.<name> and adam_v.<name> after the table in config.h.
-// Its metadata are strings: the model's sizes by the names of their flags, what the trainer adds (step, tokens,
-// the other settings), format_version and checksum. The whole file is checked before a tensor is read, so a bad
-// file never half-loads. Tensors are read and written in chunks: a model may be larger than the memory left.
+// Its metadata are strings: settings by the names of their flags, step, tokens, format_version, checksum. The
+// whole file is checked before a tensor is read, so a bad file never half-loads. Tensors are read and written
+// in chunks: a model may be larger than the memory left.
 #pragma once
 #include <algorithm>
 #include <cinttypes>
@@ -118,8 +118,6 @@ struct Checkpoint {
     return error_of([&] { *this = open(path); });
   }
 
-  bool has(const std::string& name) const { return tensors.count(name) > 0; }
-
   // The tensor's entry; fatal if it cannot be read as float32 of this shape.
   const Entry& entry(const std::string& name, const std::vector<size_t>& shape) const {
     const auto found = tensors.find(name);
@@ -170,19 +168,15 @@ struct Checkpoint {
     const std::string error = JsonParser::parse(text, &header);
     if (!error.empty()) bad("header: " + error);
     if (header.type != Json::object) bad("header: expected a JSON object");
-    for (size_t i = 0; i < header.names.size(); i++) {
-      if (header.names[i] == "__metadata__")
-        read_metadata(header.values[i]);
-      else
-        read_entry(header.names[i], header.values[i]);
-    }
-  }
+    for (size_t i = 0; i < header.names.size(); i++)
+      if (header.names[i] != "__metadata__") read_entry(header.names[i], header.values[i]);
 
-  void read_metadata(const Json& object) {
-    if (object.type != Json::object) bad("header: __metadata__ is no object");
-    for (size_t i = 0; i < object.names.size(); i++) {
-      if (object.values[i].type != Json::string) bad("header: metadata " + object.names[i] + " is no string");
-      metadata[object.names[i]] = unescape_bytes(object.values[i].text);
+    const Json* strings = header.find("__metadata__");
+    if (strings && strings->type != Json::object) bad("header: __metadata__ is no object");
+    for (size_t i = 0; strings && i < strings->names.size(); i++) {
+      if (strings->values[i].type != Json::string)
+        bad("header: metadata " + strings->names[i] + " is no string");
+      metadata[strings->names[i]] = unescape_bytes(strings->values[i].text);
     }
   }
 

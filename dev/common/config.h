@@ -128,7 +128,6 @@ struct TensorSpec {  // one row of the table, with this config's numbers
   bool is_matrix() const {
     return kind == Kind::embedding || kind == Kind::matrix || kind == Kind::residual_matrix;
   }
-  bool is_route() const { return kind == Kind::gain || kind == Kind::query; }
 };
 
 inline std::vector<TensorSpec> tensor_table(const Config& c) {
@@ -175,7 +174,7 @@ inline ParamCount count_params(const Config& c) {
   for (const TensorSpec& t : tensor_table(c)) {
     if (t.id == TENSOR_wte)
       n.embedding += c.V * c.C;
-    else if (t.is_route())
+    else if (t.kind == Kind::gain || t.kind == Kind::query)
       n.routes += t.size();
     else
       n.layers += t.size();

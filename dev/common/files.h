@@ -3,7 +3,6 @@
 #include <filesystem>
 #include <memory>
 
-#include <fcntl.h>
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -22,11 +21,18 @@ inline std::string expand_home(const std::string& path) {
   return home && begins_at_home && access(path.c_str(), F_OK) != 0 ? home + path.substr(1) : path;
 }
 
+// Closed with the last copy of the pointer.
+inline std::shared_ptr<FILE> open_file(const std::string& path, const char* mode, const char* action) {
+  FILE* file = fopen(path.c_str(), mode);
+  if (!file) fatal(EXIT_ERROR, file_error(path, action));
+  return {file, fclose};
+}
+
 // A file opened for reading at any offset. Safe to share between threads: there is no file position.
 struct InFile {
   std::string path;
   size_t size = 0;
-  std::shared_ptr<FILE> file;  // closed with the last copy; null: nothing was opened
+  std::shared_ptr<FILE> file;  // null: nothing was opened
 
   InFile() = default;
   explicit InFile(const std::string& name) : path(name) {
@@ -34,9 +40,7 @@ struct InFile {
     if (stat(path.c_str(), &info) != 0) fatal(EXIT_ERROR, file_error(path, "open"));
     if (!S_ISREG(info.st_mode)) fatal(EXIT_ERROR, path + ": not a regular file");  // opening a pipe would wait
     size = size_t(info.st_size);
-    FILE* opened = fopen(path.c_str(), "rb");
-    if (!opened) fatal(EXIT_ERROR, file_error(path, "open"));
-    file.reset(opened, fclose);
+    file = open_file(path, "rb", "open");
   }
 
   void read(size_t offset, size_t bytes, void* buffer) const {
@@ -63,35 +67,35 @@ struct InFile {
 // Every failure is fatal and removes the temporary file.
 struct OutFile {
   std::string path, temporary;
-  FILE* file;
+  std::shared_ptr<FILE> file;
 
   explicit OutFile(const std::string& name) : path(name), temporary(name + ".tmp") {
     struct stat info;  // renaming over a device would replace it
     if (stat(path.c_str(), &info) == 0 && !S_ISREG(info.st_mode))
       fatal(EXIT_ERROR, path + ": cannot write: not a regular file");
-    file = fopen(temporary.c_str(), "wb");
-    if (!file) fatal(EXIT_ERROR, file_error(temporary, "create"));
+    file = open_file(temporary, "wb", "create");
   }
   OutFile(const OutFile&) = delete;
-  OutFile& operator=(const OutFile&) = delete;
-  ~OutFile() { discard(); }
+  ~OutFile() {
+    if (!temporary.empty()) unlink(temporary.c_str());
+  }
 
   void write(const void* data, size_t bytes) {
-    if (fwrite(data, 1, bytes, file) != bytes) fail("write");
+    if (fwrite(data, 1, bytes, file.get()) != bytes) fail("write");
   }
   void write(const std::string& text) { write(text.data(), text.size()); }
 
   // Overwrites bytes written before: for a count or a checksum known only at the end.
   void patch(size_t offset, const void* data, size_t bytes) {
-    if (fseeko(file, off_t(offset), SEEK_SET) != 0) fail("write");
+    if (fseeko(file.get(), off_t(offset), SEEK_SET) != 0) fail("write");
     write(data, bytes);
-    if (fseeko(file, 0, SEEK_END) != 0) fail("write");
+    if (fseeko(file.get(), 0, SEEK_END) != 0) fail("write");
   }
 
   void commit() {
-    if (fflush(file) != 0) fail("write");
-    if (fsync(fileno(file)) != 0) fail("flush to disk");
-    if (fclose(std::exchange(file, nullptr)) != 0) fail("close");
+    if (fflush(file.get()) != 0) fail("write");
+    if (fsync(fileno(file.get())) != 0) fail("flush to disk");
+    file.reset();
     if (rename(temporary.c_str(), path.c_str()) != 0) fail("rename");
     temporary.clear();
     sync_folder(path);
@@ -100,21 +104,15 @@ struct OutFile {
   // Makes a rename or a removal last: the folder's list of names is flushed too.
   static void sync_folder(const std::string& path) {
     const std::string folder = std::filesystem::absolute(path).parent_path();
-    const int fd = open(folder.c_str(), O_RDONLY);
-    if (fd < 0) fatal(EXIT_ERROR, file_error(folder, "open"));
-    const bool ok = fsync(fd) == 0 || errno == EINVAL || errno == ENOTSUP;  // not every file system can
-    if (!ok) fatal(EXIT_ERROR, file_error(folder, "flush to disk"));
-    close(fd);
+    const std::shared_ptr<FILE> file = open_file(folder, "r", "open");
+    if (fsync(fileno(file.get())) != 0 && errno != EINVAL && errno != ENOTSUP)  // not every file system can
+      fatal(EXIT_ERROR, file_error(folder, "flush to disk"));
   }
 
  private:
-  void discard() {
-    if (file) fclose(std::exchange(file, nullptr));
-    if (!temporary.empty()) unlink(temporary.c_str());
-  }
   [[noreturn]] void fail(const char* action) {
     const std::string message = file_error(path, action);  // errno, before the cleaning up changes it
-    discard();
+    unlink(temporary.c_str());
     fatal(EXIT_ERROR, message);
   }
 };
@@ -136,11 +134,13 @@ inline void make_folders(const std::string& path) {
 // process ends, however it ends: a killed run leaves nothing to clean up.
 inline void lock_folder(const std::string& folder) {
   const std::string path = folder + "/lock";
-  FILE* file = fopen(path.c_str(), "a+");  // stays open until the process ends
-  if (!file) fatal(EXIT_ERROR, file_error(path, "open"));
+  static std::vector<std::shared_ptr<FILE>> locks;  // stay open until the process ends
+  locks.push_back(open_file(path, "a+", "open"));
+  FILE* file = locks.back().get();
   if (flock(fileno(file), LOCK_EX | LOCK_NB) == 0) {
-    const bool written = ftruncate(fileno(file), 0) == 0 && fprintf(file, "%ld\n", long(getpid())) > 0;
-    if (!written || fflush(file) != 0) fatal(EXIT_ERROR, file_error(path, "write"));
+    const bool emptied = ftruncate(fileno(file), 0) == 0;
+    if (!emptied || fprintf(file, "%ld\n", long(getpid())) < 0 || fflush(file) != 0)
+      fatal(EXIT_ERROR, file_error(path, "write"));
   } else if (errno == EWOULDBLOCK) {
     char owner[32];
     rewind(file);

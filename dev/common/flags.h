@@ -1,6 +1,6 @@
 // flags.h - every setting of a run, in one table, and the command line: --name value or --name=value.
 //
-//   Options o = parse_flags(argc, argv, Device::cpu);   // wrong use: one line on stderr, exit status 2
+//   Options o = parse_flags(argc, argv, Device::cpu);   // wrong use ends the program
 //   if (resuming) adopt_saved(o, checkpoint.metadata);  // what was not given now is as it was then
 //   Config config = config_from(o, tokenizer.size);     // settles what depends on other flags, checks the sum
 //
@@ -217,7 +217,7 @@ inline void print_help(Device device) {
 }
 
 // Whether one word becomes the other by changing, putting in or leaving out n letters at most.
-inline bool within_letters(const char* a, const char* b, int n) {
+inline bool within_letters(const char* a, const char* b, size_t n) {
   while (*a && *a == *b) a++, b++;
   if (*a == *b) return true;  // both have ended
   if (n == 0) return false;
@@ -230,12 +230,12 @@ inline std::string suggestion(std::string name, Device device) {
   std::replace(name.begin(), name.end(), '_', '-');
   std::string words = name;
   std::replace(words.begin(), words.end(), '-', ' ');
-  for (int letters : {0, 1, 2, 3})
+  for (size_t letters : {0, 1, 2, 3})
     for (const Flag& flag : flag_table()) {
-      const bool similar = letters < 3 ? within_letters(name.c_str(), flag.name, letters) &&
-                                             strlen(flag.name) >= size_t(2 * letters)
-                                       : words.size() > 3 && strstr(flag.help, words.c_str());
-      if (similar && available(flag, device)) return std::string("; did you mean --") + flag.name + "?";
+      const bool near = 2 * letters <= strlen(flag.name) && within_letters(name.c_str(), flag.name, letters);
+      const bool described = words.size() > 3 && strstr(flag.help, words.c_str());
+      if (available(flag, device) && (letters < 3 ? near : described))
+        return std::string("; did you mean --") + flag.name + "?";
     }
   return "";
 }
@@ -344,7 +344,8 @@ inline Config model_config(const Options& o) {
 // number of tokens of the tokenizer in use.
 inline Config config_from(Options& o, size_t tokenizer_size) {
   if (!o.given.count("vocab") && !o.tokenizer.empty()) o.vocab = tokenizer_size;
-  if (o.total_batch == 0) o.total_batch = o.batch * o.context;
+  const size_t one_batch = o.batch * o.context;  // in tokens
+  if (o.total_batch == 0) o.total_batch = one_batch;
   if (!o.given.count("warmup")) o.warmup = o.steps / 50;
   if (o.out.empty()) o.out = format("runs/%s-%s-%zu", o.preset.c_str(), o.arch.c_str(), o.seed);
 
@@ -353,17 +354,17 @@ inline Config config_from(Options& o, size_t tokenizer_size) {
           o.heads, o.width, o.heads);
   if (o.block_size != 1 && o.block_size % 2 != 0)
     fatal(EXIT_USAGE, "--block-size: got %zu, expected an even number of sublayers, or 1", o.block_size);
-  if (o.total_batch % (o.batch * o.context) != 0)
+  if (o.total_batch % one_batch != 0)
     fatal(EXIT_USAGE, "--total-batch: got %zu, expected a multiple of batch * context = %zu", o.total_batch,
-          o.batch * o.context);
+          one_batch);
   // All activations together hold fewer numbers than this, and their bytes must fit in 64 bits.
-  const double rows = double(o.batch) * double(o.context) * double(2 * o.layers + 2);
-  const double most = rows * double(8 * o.width + 4 * o.ffn + 2 * o.layers);
+  const double slots = double(2 * o.layers + 2), width = double(8 * o.width + 4 * o.ffn + 2 * o.layers);
+  const double most = double(one_batch) * slots * width;
   if (most > 0x1p59)
     fatal(EXIT_USAGE, "--batch: got %zu; expected activations, about %.0e numbers here, to fit in 64 bits",
           o.batch, most);
-  const bool validates = !o.val.empty() || !o.test.empty() || o.train.empty();
-  if (validates && o.val_tokens > 0 && o.val_tokens < o.context)
+  const bool reads_val = !o.val.empty() || !o.test.empty() || o.train.empty();
+  if (reads_val && o.val_tokens > 0 && o.val_tokens < o.context)
     fatal(EXIT_USAGE, "--val-tokens: got %zu, expected 0 (the whole split) or at least --context %zu",
           o.val_tokens, o.context);
   if (o.vocab < tokenizer_size && (!o.tokenizer.empty() || (o.train.empty() && o.val.empty())))

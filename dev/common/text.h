@@ -33,32 +33,24 @@ std::string number_text(Real x) {
 }
 
 // ---- UTF-8 ---------------------------------------------------------------------------------------------
-// Decodes the character at text[at]. Returns its length in bytes, 0 if there is no well-formed one.
-inline size_t utf8_decode(const std::string& text, size_t at, uint32_t* code) {
-  const auto byte = [&](size_t i) { return i < text.size() ? static_cast<unsigned char>(text[i]) : 0u; };
-  const uint32_t first = byte(at);
-  if (at >= text.size() || (first >= 0x80 && first < 0xC2) || first > 0xF4) return 0;
-  if (first < 0x80) {
-    *code = first;
-    return 1;
-  }
-  const size_t length = first < 0xE0 ? 2 : first < 0xF0 ? 3 : 4;
-  *code = first & (0x7Fu >> length);
-  for (size_t i = 1; i < length; i++) {
-    if ((byte(at + i) & 0xC0) != 0x80) return 0;
-    *code = *code << 6 | (byte(at + i) & 0x3F);
-  }
-  // The same character written longer than need be, half a surrogate pair, past the last character.
-  static const uint32_t least[] = {0, 0, 0x80, 0x800, 0x10000};
-  const bool good = *code >= least[length] && (*code < 0xD800 || *code > 0xDFFF) && *code <= 0x10FFFF;
-  return good ? length : 0;
-}
 inline std::string utf8_encode(uint32_t code) {
   const auto six_bits = [&](int shift) { return char(0x80 | (code >> shift & 0x3F)); };
   if (code < 0x80) return {char(code)};
   if (code < 0x800) return {char(0xC0 | code >> 6), six_bits(0)};
   if (code < 0x10000) return {char(0xE0 | code >> 12), six_bits(6), six_bits(0)};
   return {char(0xF0 | code >> 18), six_bits(12), six_bits(6), six_bits(0)};
+}
+// Decodes the character at text[at]. Returns its length in bytes, 0 if there is no well-formed one.
+inline size_t utf8_decode(const std::string& text, size_t at, uint32_t* code) {
+  if (at >= text.size()) return 0;
+  *code = static_cast<unsigned char>(text[at]);
+  if (*code < 0x80) return 1;
+  const size_t length = *code < 0xE0 ? 2 : *code < 0xF0 ? 3 : 4;
+  *code &= 0x7Fu >> length;
+  for (size_t i = at + 1; i < std::min(at + length, text.size()); i++) *code = *code << 6 | (text[i] & 0x3F);
+  // Half a surrogate pair, past the last character, or written in another way than it should be.
+  if ((*code >= 0xD800 && *code <= 0xDFFF) || *code > 0x10FFFF) return 0;
+  return text.compare(at, length, utf8_encode(*code)) == 0 ? length : 0;
 }
 
 // The text cut into characters. A byte that is no part of UTF-8 is one of its own, with this code.
@@ -121,12 +113,11 @@ inline std::string shell_quote(const std::string& text) {
 }
 
 // ---- JSON ----------------------------------------------------------------------------------------------
-// Just enough for the headers of safetensors files and for the lines of our log: one value read from a string,
-// and strings quoted for writing.
+// Just enough for the headers of safetensors files and for the lines of our log.
 struct Json {
-  enum Type { null, boolean, number, string, array, object };
-  Type type = null;
-  std::string text;                // string: its characters; null, boolean, number: as written
+  enum Type { word, number, string, array, object };
+  Type type = word;                // null, true or false
+  std::string text;                // string: its characters; number, word: as written
   std::vector<std::string> names;  // object: the names of its values, none twice
   std::vector<Json> values;        // array, object
 
@@ -199,18 +190,14 @@ class JsonParser {
       value.text = read_string();
     } else {
       value.text = text.substr(at, text.find_first_of(",]} \t\r\n", at) - at);
-      value.type = type_of(value.text);
+      double x;
+      if (parse_double(value.text, &x))
+        value.type = Json::number;
+      else if (value.text != "null" && value.text != "true" && value.text != "false")
+        fail(at < text.size() ? "expected a value" : "ends where a value should be");
       at += value.text.size();
     }
     return value;
-  }
-
-  Json::Type type_of(const std::string& word) const {
-    double x;
-    if (word == "null") return Json::null;
-    if (word == "true" || word == "false") return Json::boolean;
-    if (parse_double(word, &x)) return Json::number;
-    fail(at < text.size() ? "expected a value" : "ends where a value should be");
   }
 
   std::string read_string() {  // from the quote on

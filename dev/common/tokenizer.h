@@ -97,21 +97,16 @@ class Tokenizer {
 
   // Every byte its own token, and 256 for end-of-text.
   static Tokenizer bytes() {
-    Tokenizer tokenizer;
-    for (int b = 0; b < 256; b++) tokenizer.tokens.push_back(std::string(1, char(b)));
-    tokenizer.tokens.push_back("<|endoftext|>");
-    tokenizer.finish(256);
-    return tokenizer;
+    std::vector<std::string> tokens;
+    for (int b = 0; b < 256; b++) tokens.push_back(std::string(1, char(b)));
+    tokens.push_back("<|endoftext|>");
+    return Tokenizer(tokens, 256);
   }
   static Tokenizer load(const std::string& path) {  // fatal if the file is bad
     const InFile file(path);
     const char* name = path.c_str();
-    if (file.size < HEADER || file.size > HEADER + MAX_TOKENS * 256)
-      fatal(EXIT_ERROR, "%s: %zu bytes, expected %zu to %zu for a tokenizer", name, file.size, HEADER,
-            HEADER + MAX_TOKENS * 256);
-    const std::string data = file.read_all();
     uint32_t header[4];
-    memcpy(header, data.data(), sizeof(header));
+    file.read(0, sizeof(header), header);
     const auto [magic, version, count, eot] = header;
     if (magic != MAGIC) fatal(EXIT_ERROR, "%s: not a tokenizer: magic %u, expected %u", name, magic, MAGIC);
     if (version != VERSION) fatal(EXIT_ERROR, "%s: tokenizer version %u, expected %u", name, version, VERSION);
@@ -119,19 +114,19 @@ class Tokenizer {
       fatal(EXIT_ERROR, "%s: %u tokens, expected 2 to %zu", name, count, MAX_TOKENS);
     if (eot >= count) fatal(EXIT_ERROR, "%s: end-of-text is token %u of %u", name, eot, count);
 
-    Tokenizer tokenizer;
+    const std::string data = file.read_all();
+    std::vector<std::string> tokens;
     size_t at = HEADER;
     for (uint32_t id = 0; id < count; id++) {
       const size_t length = at < data.size() ? static_cast<unsigned char>(data[at]) : 0;
       if (at + 1 + length > data.size())
         fatal(EXIT_ERROR, "%s: cut short: ends inside token %u of %u", name, id, count);
-      tokenizer.tokens.push_back(data.substr(at + 1, length));
+      tokens.push_back(data.substr(at + 1, length));
       at += 1 + length;
     }
     if (at != data.size())
       fatal(EXIT_ERROR, "%s: %zu bytes, expected %zu for its %u tokens", name, data.size(), at, count);
-    tokenizer.finish(int(eot));
-    return tokenizer;
+    return Tokenizer(tokens, int(eot));
   }
 
   // The bytes of a token; not always whole characters. A number past the tokenizer (a model's vocabulary may be
@@ -168,9 +163,8 @@ class Tokenizer {
   std::unordered_map<std::string_view, int> number_of;  // of each token that text can become
   size_t longest = 0;                                   // bytes of the longest such token
 
-  void finish(int end_of_text) {
-    size = tokens.size();
-    eot = end_of_text;
+  Tokenizer(const std::vector<std::string>& list, int end_of_text)
+      : size(list.size()), eot(end_of_text), tokens(list) {
     for (size_t id = 0; id < size; id++) {
       if (int(id) == eot || tokens[id].empty()) continue;
       number_of.emplace(tokens[id], int(id));  // of two equal tokens the first stays
