@@ -16,6 +16,19 @@ ARCH     := $(if $(PORTABLE),,-march=native)
 # vectorisation.
 FLAGS    := -std=c++17 -Wall -Wextra $(CXXFLAGS) -fno-math-errno -fno-trapping-math $(ARCH) -I. $(EXTRA)
 
+# Many processes: make train_rdattnres_cpu MPI=1, make train_rdattnres MPI=1 (dev/doc/ranks.md). The stamp is newer than
+# programs that were built the other way.
+MPICXX   := OMPI_CXX="$(CXX)" MPICH_CXX="$(CXX)" mpicxx
+ifneq ($(MPI),)
+  ifeq ($(shell command -v mpicxx),)
+    $(error MPI=1: no mpicxx on this machine; on Debian apt-get install libopenmpi-dev openmpi-bin)
+  endif
+  override CXX := $(MPICXX)
+  FLAGS  += -DWITH_MPI
+endif
+STAMP    := $(BUILD)/mpi
+$(shell mkdir -p $(BUILD); echo "MPI=$(MPI)" | cmp -s - $(STAMP) || echo "MPI=$(MPI)" > $(STAMP))
+
 # OpenMP: try to build with the usual spellings, g++/clang++ first, then Apple's clang with Homebrew's libomp.
 BREW     := $(wildcard /opt/homebrew/opt/libomp /usr/local/opt/libomp)
 LIBOMP    = -Xpreprocessor -fopenmp -I$(1)/include -L$(1)/lib -lomp
@@ -27,7 +40,7 @@ OPENMP   := $(strip $(if $(NO_OMP),,$(or \
                 $(if $(call TRY_OMP,$(call LIBOMP,$(dir))),$(call LIBOMP,$(dir)))))))
 OMPFLAGS := $(if $(OPENMP),$(OPENMP),-fopenmp-simd -Wno-unknown-pragmas)
 
-# Every test program and script. make test leaves out the loops that kill a run again and again; make test_all has
+# Every test program and script. make test leaves out the tests that kill a run again and again; make test_all has
 # these, the sanitizers, all builds of the emulator and the fuzz seeds. ONLY=test_model runs one of them.
 TESTS    := $(filter-out %/test_fuzz %/test_threads,$(patsubst tests/%.cpp,$(BUILD)/%,$(wildcard tests/test_*.cpp)))
 SCRIPTS  := $(wildcard tests/test_*.py tests/test_*.sh)
@@ -39,10 +52,12 @@ EMULATOR := $(wildcard dev/emulator/*.cpp dev/emulator/*.h dev/emulator/*.sh dev
 CUDA_TESTS := $(if $(filter x86_64,$(shell uname -m)),$(patsubst tests/%.cu,$(BUILD)/%,$(wildcard tests/test_*.cu)))
 
 # Those that take longest come first: tests/run.sh starts them in this order, one per core.
-QUICK    := $(CUDA_TESTS:%=%_fast) $(filter-out %/test_cuda_crash.sh,$(SCRIPTS)) $(filter-out %/test_crash,$(TESTS))
+SLOW     := %/test_crash %/test_cuda_crash.sh %/test_ranks.py
+QUICK    := $(CUDA_TESTS:%=%_fast) $(filter-out $(SLOW),$(SCRIPTS)) $(filter-out $(SLOW),$(TESTS))
 FULL     := $(filter-out %/test_emulator_asan,$(foreach build,race asan fast,$(CUDA_TESTS:%=%_$(build)))) $(if $(CUDA_TESTS),$(BUILD)/ladders_race) \
               $(SCRIPTS) $(TESTS:%=%_asan) $(TESTS) $(BUILD)/test_fuzz_asan $(BUILD)/test_threads_tsan
-chosen    = $(if $(ONLY),$(or $(filter $(BUILD)/$(ONLY) $(BUILD)/$(ONLY)_% tests/$(ONLY).%,$(1)), \
+named     = $(filter $(BUILD)/$(ONLY) $(BUILD)/$(ONLY)_% tests/$(ONLY).%,$(1))
+chosen    = $(if $(ONLY),$(or $(call named,$(1)),$(call named,$(FULL)), \
               $(error ONLY=$(ONLY): no such test; expected a name such as test_model)),$(1))
 
 # CUDA code for a GPU: the architecture of the card, or GPU_ARCH=90, and its PTX for later ones; or else 8.0 and 9.0.
@@ -60,7 +75,8 @@ TOOLKIT  := $(dir $(realpath $(shell command -v $(NVCC) 2>/dev/null)))..
 CUBLAS   := $(patsubst %/,%,$(dir $(firstword $(wildcard $(TOOLKIT)/lib64/libcublasLt.so $(TOOLKIT)/lib/libcublasLt.so))))
 # (1675: nvcc's front end does not know the CPU trainer's "GCC unroll", which the tests include.)
 NVFLAGS  := -std=c++17 -O3 -I. $(GENCODE) -diag-suppress 1675 -Xcompiler -Wall,-Wextra,-Wno-unknown-pragmas \
-              $(if $(CUBLAS),-L$(CUBLAS) -Xlinker -rpath=$(abspath $(CUBLAS))) -lcublasLt -ldl $(NVEXTRA)
+              $(if $(CUBLAS),-L$(CUBLAS) -Xlinker -rpath=$(abspath $(CUBLAS))) -lcublasLt -ldl \
+              $(if $(MPI),-ccbin mpicxx -DWITH_MPI -lnccl) $(NVEXTRA)
 
 .PHONY: all bench bench_gpu train train_emulated test test_all test_gpu fuzz tidy tidy_cpu tidy_cuda ptxas doc paired \
         help clean found need_nvcc
@@ -75,8 +91,10 @@ found:
 # Every program is one source file plus headers; the compiler writes down which (-MMD).
 DEPEND    = -MMD -MP -MF $(BUILD)/$(@F).d
 COMPILE   = $(CXX) $(FLAGS) $(OMPFLAGS) $(1) $(DEPEND) $< -o $@ $(2)
-train_rdattnres_cpu: train_rdattnres_cpu.cpp Makefile | $(BUILD)
+train_rdattnres_cpu: train_rdattnres_cpu.cpp Makefile $(STAMP) | $(BUILD)
 	$(call COMPILE)
+$(BUILD)/train_rdattnres_cpu_mpi: train_rdattnres_cpu.cpp Makefile | $(BUILD)
+	$(MPICXX) $(FLAGS) -DWITH_MPI $(OMPFLAGS) $(DEPEND) $< -o $@
 data/text_to_shards: data/text_to_shards.cpp Makefile | $(BUILD)
 	$(call COMPILE)
 $(BUILD)/test_%: tests/test_%.cpp Makefile | $(BUILD)
@@ -112,6 +130,8 @@ $(BUILD)/ladders_race: dev/cuda/ladders.cu $(EMULATOR) | $(BUILD)
 
 $(BUILD)/train_emulated: train_rdattnres.cu $(EMULATOR) | $(BUILD)
 	$(call EMULATE,fast)
+$(BUILD)/train_emulated_mpi: train_rdattnres.cu $(EMULATOR) | $(BUILD)
+	CXX=mpicxx $(call EMULATE,fast) -DWITH_MPI
 
 # Benchmarks: a training step; our half of dev/bench/peers.py; the ladder of the matrix product.
 $(BUILD)/bench $(BUILD)/stepper: $(BUILD)/%: dev/bench/%.cpp Makefile | $(BUILD)
@@ -136,7 +156,7 @@ train_emulated: $(BUILD)/train_emulated
 	$< $(call or_args,$(SMALL))
 
 COMPILE_CUDA = $(NVCC) $(NVFLAGS) $(DEPEND) $< -o $@
-train_rdattnres: train_rdattnres.cu Makefile | need_nvcc $(BUILD)
+train_rdattnres: train_rdattnres.cu Makefile $(STAMP) | need_nvcc $(BUILD)
 	$(COMPILE_CUDA)
 $(BUILD)/test_%_gpu: tests/test_%.cu Makefile | need_nvcc $(BUILD)
 	$(COMPILE_CUDA)
@@ -157,9 +177,11 @@ train: all
 # Tests start many short programs, some with more threads than cores: threads that wait must not keep a core
 # busy.
 RUN_TESTS = OMP_WAIT_POLICY=passive bash tests/run.sh
-# What a list of tests needs besides itself: the programs, and for two scripts the CUDA trainer in the emulator.
+# What a list of tests needs besides itself: the programs, and for three scripts trainers of other kinds.
 needs     = $(filter $(BUILD)/%,$(1)) all data/text_to_shards $(if $(filter tests/test_cuda_%.sh,$(1)), \
-              $(if $(CUDA_TESTS),$(BUILD)/train_emulated $(BUILD)/test_run $(BUILD)/test_crash))
+              $(if $(CUDA_TESTS),$(BUILD)/train_emulated $(BUILD)/test_run $(BUILD)/test_crash)) \
+              $(if $(filter tests/test_ranks.py,$(1)),$(if $(shell command -v mpicxx), \
+              $(BUILD)/train_rdattnres_cpu_mpi $(if $(CUDA_TESTS),$(BUILD)/train_emulated $(BUILD)/train_emulated_mpi)))
 test: $(call needs,$(call chosen,$(QUICK)))
 	@$(RUN_TESTS) $(call chosen,$(QUICK))
 test_all: $(call needs,$(call chosen,$(FULL)))
@@ -225,6 +247,7 @@ help:
 	@echo "make clean              remove what was built (runs/ stays)"
 	@echo
 	@echo "switches: CXX=clang++   PORTABLE=1 (not only this processor)   NO_OMP=1 (one thread)"
+	@echo "          MPI=1 (the trainers for many processes, dev/doc/ranks.md; needs mpicxx, and NCCL for the GPU)"
 	@echo "          CXXFLAGS='-O1 -g -fsanitize=address,undefined'"
 
 clean:

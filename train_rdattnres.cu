@@ -39,6 +39,7 @@
 #include "dev/common/flags.h"       // Options, parse_flags, config_from: the command line
 #include "dev/common/flops.h"       // training_flops, find_card
 #include "dev/common/random.h"      // normal, uniform: counter-based random numbers; sample_token
+#include "dev/common/ranks.h"       // many cards; one and no more unless built with MPI=1
 #include "dev/common/shards.h"      // TokenData, training_example: which tokens come when; open_data
 #include "dev/common/train.h"  // Run, validate, generate, save, ...: what both trainers do around the model
 
@@ -135,7 +136,6 @@ constexpr int TOKEN_BLOCKS = 3;
 inline size_t token_blocks(size_t each = TOKEN_BLOCKS) {
   return each * size_t(device.properties.multiProcessorCount);
 }
-constexpr unsigned NORM_BLOCKS = 528;  // likewise, for the sum of all squared gradients
 
 // A block of so many warps; each takes one token at a time.
 constexpr int TOKEN_WARPS = 4, TOKEN_THREADS = 32 * TOKEN_WARPS;
@@ -1816,7 +1816,7 @@ struct Activations {
   // What a step needs besides.
   float *w, *dw;          // (routes,C): query * gain, and its gradient
   float* rows;            // (token_blocks(), MAX_ROUTE_LIST, C), at least Vp: sums over tokens, stage one
-  double* norm_sums;      // (NORM_BLOCKS)
+  double* norm_sums;      // one per chunk of this rank's share of the gradients
   double* route_sums;     // (L, ldp, 3): see add_route_stats
   int *tokens, *targets;  // (B,T)
   int* sorted_tokens;     // (3 B,T + 1): positions, starts, ids
@@ -1840,20 +1840,21 @@ struct Model {
   bool recompute = false;
   Tensors<float> params, grads, adam_m, adam_v;  // each one allocation, in the order of the tensor table
   Tensors<floatX> weights;                       // the matrices rounded, for products; float: params itself
-  size_t num_elements = 0;                       // of each of the four, padding rows of wte included
-  size_t num_weights = 0;                        // elements of the rounded copies, 0 for float
-  size_t chunk_rows = 0;                         // rows that the classifier works on at a time
+  size_t num_elements = 0;                       // of each family, padding rows of wte included
+  // Of many ranks (ranks.h) each updates one share, and has no more of adam_m and adam_v than that, from wte
+  // on.
+  size_t share = 0;
+  size_t num_weights = 0;  // elements of the rounded copies, 0 for float
+  size_t chunk_rows = 0;   // rows that the classifier works on at a time
   Activations<floatX> acts = {};
   InFlight in_flight[2] = {};  // while the GPU works on one micro-batch, the host fills the other
 };
 
-inline void allocate_tensors(Tensors<float>& tensors, const Config& config, const char* family) {
-  float* next = device_array<float>(count_elements(config), family);
+inline void allocate_tensors(Tensors<float>& tensors, const Config& config, size_t elements,
+                             const char* family) {
+  float* all = device_array<float>(elements, family);
   for (const TensorSpec& t : tensor_table(config))
-    if (t.present) {
-      tensors.tensor(t.id) = next;
-      next += t.size();
-    }
+    if (t.present) tensors.tensor(t.id) = all + t.begin;
 }
 
 // Sites and routes are numbered in the order of the forward. The first site has one source, hence no routing:
@@ -1907,7 +1908,7 @@ void for_each_activation(Activations<floatX>& a, const Config& c, size_t B, size
   visit("workspace", "route queries times gains", a.w, routes * c.C);
   visit("workspace", "their gradients", a.dw, routes * c.C);
   visit("workspace", "sums over tokens", a.rows, std::max(token_blocks() * MAX_ROUTE_LIST * c.C, c.Vp()));
-  visit("workspace", "norm sums", a.norm_sums, NORM_BLOCKS);
+  visit("workspace", "norm sums", a.norm_sums, ceil_div(share_of(count_elements(c)), SHARE_CHUNK));
   visit("workspace", "route statistics", a.route_sums, c.L * c.max_sources() * 3);
   visit("workspace", "tokens", a.tokens, BT);
   visit("workspace", "targets", a.targets, BT);
@@ -1980,11 +1981,13 @@ void model_create(Model<floatX>& m, const Config& config, size_t B, size_t T, ui
   m.T = T;
   m.recompute = recompute;
   m.num_elements = count_elements(config);
-  allocate_tensors(m.params, config, "parameters");
-  allocate_tensors(m.grads, config, "gradients");
-  allocate_tensors(m.adam_m, config, "first moments");
-  allocate_tensors(m.adam_v, config, "second moments");
-  for (Tensors<float>* family : {&m.grads, &m.adam_m, &m.adam_v}) zero(family->wte, m.num_elements);
+  m.share = share_of(m.num_elements);
+  allocate_tensors(m.params, config, ranks.size * m.share, "parameters");
+  allocate_tensors(m.grads, config, ranks.size * m.share, "gradients");
+  allocate_tensors(m.adam_m, config, m.share, "first moments");
+  allocate_tensors(m.adam_v, config, m.share, "second moments");
+  zero(m.grads.wte, ranks.size * m.share);
+  for (Tensors<float>* moments : {&m.adam_m, &m.adam_v}) zero(moments->wte, m.share);
   if constexpr (std::is_same<floatX, float>::value)
     m.weights = m.params;
   else {
@@ -2413,36 +2416,35 @@ std::string blame_non_finite(Model<floatX>& m, size_t BT) {
 
 constexpr double ADAM_BETA1 = 0.9, ADAM_BETA2 = 0.95, ADAM_EPS = 1e-8;
 
-// Sum of squares in two fixed stages, in double: one number per block, then one block adds them in order.
+// Sums of squares in double, one block per chunk.
 __global__ void square_sums_kernel(double* sums, const float* g, size_t n) {
+  const size_t begin = blockIdx.x * SHARE_CHUNK, end = begin + SHARE_CHUNK < n ? begin + SHARE_CHUNK : n;
   double sum = 0;
-  for (size_t i = blockIdx.x * size_t(SUM_THREADS) + threadIdx.x; i < n; i += size_t(NORM_BLOCKS) * SUM_THREADS)
-    sum += double(g[i]) * double(g[i]);
+  for (size_t i = begin + threadIdx.x; i < end; i += SUM_THREADS) sum += double(g[i]) * double(g[i]);
   sum = block_sum(sum);
   if (threadIdx.x == 0) sums[blockIdx.x] = sum;
 }
-__global__ void add_sums_kernel(double* sums) {  // the total takes the first place
-  double sum = 0;
-  for (unsigned i = threadIdx.x; i < NORM_BLOCKS; i += SUM_THREADS) sum += sums[i];
-  sum = block_sum(sum);
-  if (threadIdx.x == 0) sums[0] = sum;
-}
-// Global norm of n gradients, a multiple of 4. Waits for the GPU.
+// Global norm of every rank's n gradients, chunk after chunk: the same order for any number of ranks. Waits for
+// the GPU.
 inline double global_norm(const float* g,  // (n)
-                          double* sums,    // workspace (NORM_BLOCKS)
+                          double* sums,    // workspace, one per chunk
                           size_t n) {
   NVTX_RANGE(n * sizeof(float));
-  launch(square_sums_kernel, NORM_BLOCKS, SUM_THREADS, 0, device.stream, sums, g, n);
-  launch(add_sums_kernel, 1, SUM_THREADS, 0, device.stream, sums);
+  std::vector<double> of_chunks(ceil_div(n, SHARE_CHUNK));
+  if (n > 0) {
+    launch(square_sums_kernel, unsigned(of_chunks.size()), SUM_THREADS, 0, device.stream, sums, g, n);
+    download(of_chunks.data(), sums, of_chunks.size());
+  }
   double total = 0;
-  download(&total, sums, 1);
+  for (double sum : gather(of_chunks)) total += sum;
   return std::sqrt(total);
 }
 
-// Global norm of all gradients: the whole family is one allocation.
+// Global norm of all gradients, each rank's share of them summed up by itself: a family is one allocation.
 template <class floatX>
 double grad_norm(const Model<floatX>& m) {
-  return global_norm(m.grads.wte, m.acts.norm_sums, m.num_elements);
+  const Part own = own_part(m.num_elements);
+  return global_norm(m.grads.wte + own.first, m.acts.norm_sums, own.end - own.first);
 }
 
 // One thread per four numbers; n is a multiple of 4. The working copy that products read is written on the way;
@@ -2485,25 +2487,30 @@ void adamw(float* p, floatX* working, float* m, float* v, const float* g, size_t
   launch(adamw_kernel<floatX>, ceil_div(n / 4, 256), 256, 0, device.stream, p, working, m, v, g, n, rates);
 }
 
-// step counts from 1. Gradients are scaled by grad_scale (clipping) on the way in.
+// step counts from 1. Gradients are scaled by grad_scale (clipping) on the way in. Each rank updates its share
+// and gets the others'.
 template <class floatX>
 void model_update(Model<floatX>& m, size_t step, double grad_scale, double lr, double weight_decay,
                   double query_lr_mult) {
   NVTX_RANGE();
+  const Part own = own_part(m.num_elements);
   for (const TensorSpec& t : tensor_table(m.config)) {
-    if (!t.present) continue;
-    floatX* working = t.is_matrix() && m.num_weights > 0 ? m.weights.tensor(t.id) : nullptr;
-    adamw(m.params.tensor(t.id), working, m.adam_m.tensor(t.id), m.adam_v.tensor(t.id), m.grads.tensor(t.id),
-          t.size(), grad_scale, t.kind == Kind::query ? lr * query_lr_mult : lr,
-          t.is_matrix() ? weight_decay : 0, step);
+    const size_t first = std::max(t.begin, own.first), end = std::min(t.begin + t.size(), own.end);
+    floatX* working = t.is_matrix() && m.num_weights > 0 ? m.weights.tensor(t.id) + (first - t.begin) : nullptr;
+    if (first >= end) continue;
+    const size_t at = first - own.first;
+    adamw(m.params.wte + first, working, m.adam_m.wte + at, m.adam_v.wte + at, m.grads.wte + first, end - first,
+          grad_scale, t.kind == Kind::query ? lr * query_lr_mult : lr, t.is_matrix() ? weight_decay : 0, step);
   }
+  gather_shares_on_cards(m.params.wte, m.share);
+  if (ranks.size > 1) return model_refresh(m);  // others' shares are not rounded yet
   if (m.config.has_routes()) fold_gain(m.acts.w, m.acts.folds, total_routes(m.config), m.config.C);
 }
 
 template <class floatX>
 void model_zero_grad(Model<floatX>& m) {
-  NVTX_RANGE(m.num_elements * sizeof(float));
-  zero(m.grads.wte, m.num_elements);
+  NVTX_RANGE(ranks.size * m.share * sizeof(float));
+  zero(m.grads.wte, ranks.size * m.share);
 }
 
 // ---- checkpoint ----------------------------------------------------------------------------------------
@@ -2511,25 +2518,31 @@ void model_zero_grad(Model<floatX>& m) {
 // Parameters as model.<name>, moments as adam_m.<name> and adam_v.<name>: float32, the CPU trainer's files.
 struct Family {
   const char* prefix;
-  Tensors<float>* tensors;
+  float* numbers;
+  size_t share;  // what one rank has of it: of the parameters all
+  Part own;
 };
 template <class floatX>
-std::vector<Family> checkpoint_families(Model<floatX>& m) {
-  return {{"model.", &m.params}, {"adam_m.", &m.adam_m}, {"adam_v.", &m.adam_v}};
+std::vector<Family> checkpoint_families(const Model<floatX>& m) {
+  return {{"model.", m.params.wte, m.num_elements, {0, m.num_elements}},
+          {"adam_m.", m.adam_m.wte, m.share, own_part(m.num_elements)},
+          {"adam_v.", m.adam_v.wte, m.share, own_part(m.num_elements)}};
 }
 
-// Writes parameters and moments, which come from the GPU a piece at a time.
+// Rank 0 writes; a chunk at a time comes from the GPU, or from another rank's.
 template <class floatX>
 void model_save(Model<floatX>& m, const std::string& path, const std::map<std::string, std::string>& metadata) {
   std::vector<CheckpointTensor> tensors;
-  for (const Family& family : checkpoint_families(m))
+  for (const Family& family : checkpoint_families(m)) {
+    const auto read = [family](size_t at, size_t n, float* chunk) { download(chunk, family.numbers + at, n); };
     for (const TensorSpec& t : tensor_table(m.config)) {
       if (!t.present) continue;
-      const float* source = family.tensors->tensor(t.id);
-      tensors.push_back(
-          {std::string(family.prefix) + t.name, t.shape,
-           [source](size_t offset, size_t n, float* chunk) { download(chunk, source + offset, n); }});
+      const auto get = [family, read, t](size_t offset, size_t n, float* chunk) {
+        collect(chunk, t.begin + offset, n, family.share, read);
+      };
+      tensors.push_back({std::string(family.prefix) + t.name, t.shape, get});
     }
+  }
   checkpoint_write(path, metadata, tensors);
 }
 
@@ -2538,13 +2551,16 @@ void model_save(Model<floatX>& m, const std::string& path, const std::map<std::s
 template <class floatX>
 void model_load(Model<floatX>& m, const Checkpoint& checkpoint, bool with_moments) {
   for (const Family& family : checkpoint_families(m)) {
-    if (family.tensors != &m.params && !with_moments) continue;
+    if (family.numbers != m.params.wte && !with_moments) continue;
     for (const TensorSpec& t : tensor_table(m.config)) {
       if (!t.present) continue;
-      float* target = family.tensors->tensor(t.id);
-      checkpoint.read(
-          std::string(family.prefix) + t.name, t.shape,
-          [target](size_t offset, size_t n, const float* chunk) { upload(target + offset, chunk, n); });
+      const auto put = [&](size_t offset, size_t n, const float* chunk) {
+        const size_t from = t.begin + offset;
+        const size_t first = std::max(from, family.own.first), end = std::min(from + n, family.own.end);
+        if (first < end)
+          upload(family.numbers + (first - family.own.first), chunk + (first - from), end - first);
+      };
+      checkpoint.read(std::string(family.prefix) + t.name, t.shape, put);
     }
   }
   model_refresh(m);
@@ -2581,9 +2597,9 @@ struct StepResult {
   double loss, norm;
 };
 
-// Example numbers position .. position + B * accumulation - 1 of the run's data order, B at a time; clipping;
-// one update. step counts from 1. Stops the program, naming the tensor, before a number that is not finite
-// reaches the parameters.
+// Example numbers position .. position + B * accumulation - 1 of the run's data order, B at a time, each rank
+// as many; clipping; one update. step counts from 1. Stops the program, naming the tensor, before a number that
+// is not finite reaches the parameters.
 //
 // The host stays ahead: it reads a micro-batch and queues its kernels while the GPU works on the one before,
 // and waits once a step, for the norm, because the update depends on it. It does not wait for the update, which
@@ -2594,30 +2610,36 @@ StepResult train_step(Model<floatX>& m, const TokenData& data, const Options& o,
                       double lr) {
   NVTX_RANGE();
   const size_t B = m.B, T = m.T, accumulation = o.total_batch / (B * T);
+  const size_t mine = accumulation / ranks.size, first = position + ranks.rank * mine * B;
   StepResult result = {0, 0};
+  std::vector<double> losses;
   const auto finish = [&](size_t micro) {
-    result.loss += finish_micro_batch(m.in_flight[micro % 2], B * T) / double(accumulation);
+    losses.push_back(finish_micro_batch(m.in_flight[micro % 2], B * T));
   };
   const auto start = [&](size_t micro) {
     InFlight& batch = m.in_flight[micro % 2];
     for (size_t b = 0; b < B; b++)
-      training_example(data, T, o.seed, position + micro * B + b, batch.tokens + b * T, batch.targets + b * T);
+      training_example(data, T, o.seed, first + micro * B + b, batch.tokens + b * T, batch.targets + b * T);
     start_micro_batch(m, batch, B, T, accumulation);
   };
   model_zero_grad(m);
-  for (size_t micro = 0; micro < accumulation; micro++) {
+  for (size_t micro = 0; micro < mine; micro++) {
     if (micro >= 2) finish(micro - 2);  // its memory is needed again
     start(micro);
   }
+  for (size_t micro = std::max<size_t>(mine, 2) - 2; micro < mine; micro++) finish(micro);
+  for (double loss : gather(losses)) result.loss += loss / double(accumulation);
+  sum_shares_on_cards(m.grads.wte, m.share);
   result.norm = grad_norm(m);
-  for (size_t micro = std::max<size_t>(accumulation, 2) - 2; micro < accumulation; micro++) finish(micro);
   if (!std::isfinite(result.loss) || !std::isfinite(result.norm)) {
     std::string where;  // every micro-batch once more, alone, until one shows it
-    for (size_t micro = 0; micro < accumulation && where.empty(); micro++) {
+    for (size_t micro = 0; micro < mine && where.empty(); micro++) {
       model_zero_grad(m);
       start(micro);
       where = blame_non_finite(m, B * T);
     }
+    where = first_text(where);
+    ranks.together = true;
     if (where.empty()) where = "the sum of gradients or its norm, which overflowed";
     fatal(EXIT_ERROR,
           "step %zu: loss %g, gradient norm %g, first bad number in %s; expected finite numbers."
@@ -2642,9 +2664,8 @@ static std::vector<MemoryLine> memory_lines(const Config& c, size_t B, bool reco
   const size_t elements = count_elements(c);
   size_t matrices = 0;
   for (const TensorSpec& t : tensor_table(c)) matrices += t.is_matrix() ? t.size() : 0;
-  const size_t family = elements * sizeof(float);
-  std::vector<MemoryLine> lines = {
-      {"parameters", family}, {"gradients", family}, {"AdamW moments", 2 * family}};
+  const size_t share = share_of(elements) * sizeof(float), family = ranks.size * share;
+  std::vector<MemoryLine> lines = {{"parameters", family}, {"gradients", family}, {"AdamW moments", 2 * share}};
   if (sizeof(floatX) == 2) lines.push_back({"bf16 matrices", matrices * sizeof(floatX)});
   Activations<floatX> none = {};
   for_each_activation(none, c, B, c.T, recompute, classifier_rows(c, B * c.T),
@@ -2690,9 +2711,9 @@ static void print_start(const Run<Model<floatX>>& run) {
   // Kernels are loaded when they first run, and memory comes in whole pages: some of it is not for arrays.
   constexpr size_t KEPT_BACK = size_t(512) << 20;
   const size_t usable = std::max(free + CUBLAS_WORKSPACE, KEPT_BACK) - KEPT_BACK;
-  printf("GPU         %s, compute %d.%d, %s; %s free of %s; largest batch that fits: %zu\n",
-         device.properties.name, device.properties.major, device.properties.minor, device.code.c_str(),
-         human_bytes(free).c_str(), human_bytes(total).c_str(),
+  printf("GPU         %s%s, compute %d.%d, %s; %s free of %s; largest batch that fits: %zu\n",
+         device.properties.name, ranks_text().c_str(), device.properties.major, device.properties.minor,
+         device.code.c_str(), human_bytes(free).c_str(), human_bytes(total).c_str(),
          largest_batch<floatX>(run.config, o.recompute, usable));
   if (sizeof(floatX) == 2) {
     const double measured = EMULATED || o.dry_run ? 0 : measure_matrix_rate(8192);
@@ -2728,7 +2749,7 @@ static int run_training(Start&& asked) {
   log.write(config_event(o, config));
   save_before_data_errors(run, log);
 
-  const double flops = training_flops(config, config.T).total() * double(o.total_batch);
+  const double flops = training_flops(config, config.T).total() * double(o.total_batch / ranks.size);
   const double peak = peak_flops<floatX>();
   const double start = seconds_now();
   size_t profiled = 0;  // steps since --profile began to look
@@ -2752,6 +2773,7 @@ static int run_training(Start&& asked) {
 }
 
 int main(int argc, char** argv) {
+  ranks_open(&argc, &argv);
   setvbuf(stdout, nullptr, _IOLBF, 0);
   Start start = read_command_line(argc, argv, Device::gpu);
   return start.options.dtype == "bf16" ? run_training<bf16>(std::move(start))

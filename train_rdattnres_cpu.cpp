@@ -37,6 +37,7 @@
 #include "dev/common/checkpoint.h"  // checkpoint_write, Checkpoint: safetensors files
 #include "dev/common/config.h"      // Config, TENSOR_TABLE, Tensors: sizes, depth memory, parameters
 #include "dev/common/random.h"      // normal, uniform: counter-based random numbers; sample_token
+#include "dev/common/ranks.h"       // many processes; one and no more unless built with MPI=1
 #include "data/stories.h"           // tell_story, StoryMarks: the built-in corpus and its questions
 #include "dev/common/flags.h"       // Options, parse_flags, config_from: the command line
 #include "dev/common/shards.h"      // TokenData, training_example: which tokens come when; open_data
@@ -633,17 +634,18 @@ struct Model {
   Config config;
   size_t B = 0, T = 0;                          // largest batch and context that the buffers hold
   Tensors<real> params, grads, adam_m, adam_v;  // each one allocation, in the order of the tensor table
-  size_t num_elements = 0;                      // of each of the four, padding rows of wte included
+  size_t num_elements = 0;                      // of each family, padding rows of wte included
+  // Of many ranks (ranks.h) each updates one share, and has no more of adam_m and adam_v than that, from wte
+  // on.
+  size_t share = 0;
   Activations acts = {};
   size_t activation_bytes = 0;
 };
 
-void allocate_tensors(Tensors<real>& tensors, const Config& config, const char* family) {
-  real* next = alloc_array<real>(count_elements(config), family);
-  for (const TensorSpec& t : tensor_table(config)) {
-    if (t.present) tensors.tensor(t.id) = next;
-    next += t.size();
-  }
+void allocate_tensors(Tensors<real>& tensors, const Config& config, size_t elements, const char* family) {
+  real* all = alloc_array<real>(elements, family);
+  for (const TensorSpec& t : tensor_table(config))
+    if (t.present) tensors.tensor(t.id) = all + t.begin;
 }
 
 // Calls visit(name, pointer, elements) for every activation buffer: allocation and the memory table.
@@ -675,17 +677,20 @@ void for_each_activation(Activations& a, const Config& c, size_t B, size_t T, Vi
   visit("d attention output", a.datt, BTC);
 }
 
+void model_zero_grad(Model& m) { memset(m.grads.wte, 0, ranks.size * m.share * sizeof(real)); }
+
 void model_create(Model& m, const Config& config, size_t B, size_t T, uint64_t seed) {
   m.config = config;
   m.B = B;
   m.T = T;
   m.num_elements = count_elements(config);
-  allocate_tensors(m.params, config, "parameters");
-  allocate_tensors(m.grads, config, "gradients");
-  allocate_tensors(m.adam_m, config, "first moments");
-  allocate_tensors(m.adam_v, config, "second moments");
-  for (Tensors<real>* family : {&m.grads, &m.adam_m, &m.adam_v})
-    memset(family->wte, 0, m.num_elements * sizeof(real));
+  m.share = share_of(m.num_elements);
+  allocate_tensors(m.params, config, ranks.size * m.share, "parameters");
+  allocate_tensors(m.grads, config, ranks.size * m.share, "gradients");
+  allocate_tensors(m.adam_m, config, m.share, "first moments");
+  allocate_tensors(m.adam_v, config, m.share, "second moments");
+  model_zero_grad(m);
+  for (Tensors<real>* moments : {&m.adam_m, &m.adam_v}) memset(moments->wte, 0, m.share * sizeof(real));
   for_each_activation(m.acts, config, B, T, [&](const char* name, real*& pointer, size_t n) {
     pointer = alloc_array<real>(n, name);
     m.activation_bytes += n * sizeof(real);
@@ -1029,21 +1034,23 @@ constexpr double ADAM_BETA1 = 0.9;
 constexpr double ADAM_BETA2 = 0.95;
 constexpr double ADAM_EPS = 1e-8;
 
-// Global norm of all gradients. Chunks of fixed size, added in order in double: independent of threads.
+// Global norm of all gradients, each rank's share of them summed up by itself. Chunks of fixed size, added in
+// order in double: independent of threads and ranks.
 double grad_norm(const Model& m) {
-  constexpr size_t NORM_CHUNK = 1 << 14;
   const real* g = m.grads.wte;  // the whole family is one allocation
-  std::vector<double> sums((m.num_elements + NORM_CHUNK - 1) / NORM_CHUNK);
+  const Part own = own_part(m.num_elements);
+  std::vector<double> sums((own.end - own.first + SHARE_CHUNK - 1) / SHARE_CHUNK);
 #pragma omp parallel for
   for (size_t chunk = 0; chunk < sums.size(); chunk++) {
-    const size_t end = std::min((chunk + 1) * NORM_CHUNK, m.num_elements);
+    const size_t first = own.first + chunk * SHARE_CHUNK;
+    const size_t end = std::min(first + SHARE_CHUNK, own.end);
     double sum = 0;
 #pragma omp simd reduction(+ : sum)
-    for (size_t i = chunk * NORM_CHUNK; i < end; i++) sum += double(g[i]) * double(g[i]);
+    for (size_t i = first; i < end; i++) sum += double(g[i]) * double(g[i]);
     sums[chunk] = sum;
   }
   double sum = 0;
-  for (double s : sums) sum += s;
+  for (double s : gather(sums)) sum += s;
   return std::sqrt(sum);
 }
 
@@ -1070,40 +1077,51 @@ void adamw(real* p, real* m, real* v, const real* g, size_t n, double grad_scale
     }
 }
 
-// step counts from 1. Gradients are scaled by grad_scale (clipping) on the way in.
+// step counts from 1. Gradients are scaled by grad_scale (clipping) on the way in. Each rank updates its share
+// and gets the others'.
 void model_update(Model& m, size_t step, double grad_scale, double lr, double weight_decay,
                   double query_lr_mult) {
+  const Part own = own_part(m.num_elements);
   for (const TensorSpec& t : tensor_table(m.config)) {
-    if (!t.present) continue;
-    adamw(m.params.tensor(t.id), m.adam_m.tensor(t.id), m.adam_v.tensor(t.id), m.grads.tensor(t.id), t.size(),
+    const size_t first = std::max(t.begin, own.first), end = std::min(t.begin + t.size(), own.end);
+    if (first >= end) continue;
+    const size_t at = first - own.first;
+    adamw(m.params.wte + first, m.adam_m.wte + at, m.adam_v.wte + at, m.grads.wte + first, end - first,
           grad_scale, t.kind == Kind::query ? lr * query_lr_mult : lr, t.is_matrix() ? weight_decay : 0, step);
   }
+  gather_shares(m.params.wte, m.share);
 }
-
-void model_zero_grad(Model& m) { memset(m.grads.wte, 0, m.num_elements * sizeof(real)); }
 
 // ---- checkpoint ----------------------------------------------------------------------------------------
 
 // Parameters as model.<name>, moments as adam_m.<name> and adam_v.<name>: float32, whatever `real` is.
 struct Family {
   const char* prefix;
-  Tensors<real>* tensors;
+  real* numbers;
+  size_t share;  // what one rank has of it: of the parameters all
+  Part own;
 };
-std::vector<Family> checkpoint_families(Model& m) {
-  return {{"model.", &m.params}, {"adam_m.", &m.adam_m}, {"adam_v.", &m.adam_v}};
+std::vector<Family> checkpoint_families(const Model& m) {
+  return {{"model.", m.params.wte, m.num_elements, {0, m.num_elements}},
+          {"adam_m.", m.adam_m.wte, m.share, own_part(m.num_elements)},
+          {"adam_v.", m.adam_v.wte, m.share, own_part(m.num_elements)}};
 }
 
+// Rank 0 writes; of what it does not have itself, a chunk at a time passes through its memory.
 void model_save(Model& m, const std::string& path, const std::map<std::string, std::string>& metadata) {
   std::vector<CheckpointTensor> tensors;
-  for (const Family& family : checkpoint_families(m))
+  for (const Family& family : checkpoint_families(m)) {
+    const auto read = [family](size_t at, size_t n, float* chunk) {
+      for (size_t i = 0; i < n; i++) chunk[i] = float(family.numbers[at + i]);
+    };
     for (const TensorSpec& t : tensor_table(m.config)) {
       if (!t.present) continue;
-      const real* source = family.tensors->tensor(t.id);
-      const auto get = [source](size_t offset, size_t n, float* chunk) {
-        for (size_t i = 0; i < n; i++) chunk[i] = float(source[offset + i]);
+      const auto get = [family, read, t](size_t offset, size_t n, float* chunk) {
+        collect(chunk, t.begin + offset, n, family.share, read);
       };
       tensors.push_back({std::string(family.prefix) + t.name, t.shape, get});
     }
+  }
   checkpoint_write(path, metadata, tensors);
 }
 
@@ -1111,12 +1129,13 @@ void model_save(Model& m, const std::string& path, const std::map<std::string, s
 // program if one is missing or has another shape.
 void model_load(Model& m, const Checkpoint& checkpoint, bool with_moments) {
   for (const Family& family : checkpoint_families(m)) {
-    if (family.tensors != &m.params && !with_moments) continue;
+    if (family.numbers != m.params.wte && !with_moments) continue;
     for (const TensorSpec& t : tensor_table(m.config)) {
       if (!t.present) continue;
-      real* target = family.tensors->tensor(t.id);
-      const auto put = [target](size_t offset, size_t n, const float* chunk) {
-        for (size_t i = 0; i < n; i++) target[offset + i] = real(chunk[i]);
+      const auto put = [&](size_t offset, size_t n, const float* chunk) {
+        const size_t from = t.begin + offset;
+        for (size_t i = std::max(from, family.own.first); i < std::min(from + n, family.own.end); i++)
+          family.numbers[i - family.own.first] = real(chunk[i - from]);
       };
       checkpoint.read(std::string(family.prefix) + t.name, t.shape, put);
     }
@@ -1146,9 +1165,9 @@ struct StepResult {
   double loss, norm;
 };
 
-// Example numbers position .. position + B * accumulation - 1 of the run's data order, B at a time; clipping;
-// one update. step counts from 1. Stops the program, naming the tensor, before a number that is not finite
-// reaches the parameters.
+// Example numbers position .. position + B * accumulation - 1 of the run's data order, B at a time, each rank
+// as many; clipping; one update. step counts from 1. Stops the program, naming the tensor, before a number that
+// is not finite reaches the parameters.
 StepResult train_step(Model& m, const TokenData& data, const Options& o, size_t position, size_t step,
                       double lr) {
   const size_t B = m.B, T = m.T, accumulation = o.total_batch / (B * T);
@@ -1159,17 +1178,22 @@ StepResult train_step(Model& m, const TokenData& data, const Options& o, size_t 
       training_example(data, T, o.seed, position + micro * B + b, &tokens[b * T], &targets[b * T]);
     return model_loss_and_gradients(m, tokens.data(), targets.data(), B, T, accumulation);
   };
+  const size_t first = accumulation / ranks.size * ranks.rank, end = first + accumulation / ranks.size;
+  std::vector<double> losses;
   model_zero_grad(m);
-  for (size_t micro = 0; micro < accumulation; micro++)
-    result.loss += micro_batch(micro) / double(accumulation);
+  for (size_t micro = first; micro < end; micro++) losses.push_back(micro_batch(micro));
+  for (double loss : gather(losses)) result.loss += loss / double(accumulation);
+  sum_shares(m.grads.wte, m.share);
   result.norm = grad_norm(m);
   if (!std::isfinite(result.loss) || !std::isfinite(result.norm)) {
     std::string where;  // every micro-batch once more, alone, until one shows it
-    for (size_t micro = 0; micro < accumulation && where.empty(); micro++) {
+    for (size_t micro = first; micro < end && where.empty(); micro++) {
       model_zero_grad(m);
       micro_batch(micro);
       where = blame_non_finite(m, B * T);
     }
+    where = first_text(where);
+    ranks.together = true;
     if (where.empty()) where = "the sum of gradients or its norm, which overflowed";
     fatal(EXIT_ERROR,
           "step %zu: loss %g, gradient norm %g, first bad number in %s; expected finite numbers."
@@ -1206,10 +1230,10 @@ static std::vector<MemoryLine> memory_lines(const Config& c, size_t B) {
   size_t activations = 0;
   Activations none = {};
   for_each_activation(none, c, B, c.T, [&](const char*, real*&, size_t n) { activations += n * sizeof(real); });
-  const size_t family = elements * sizeof(real);
+  const size_t share = share_of(elements) * sizeof(real), family = ranks.size * share;
   return {{"parameters", family},
           {"gradients", family},
-          {"AdamW moments", 2 * family},
+          {"AdamW moments", 2 * share},
           {"activations", activations}};
 }
 
@@ -1232,11 +1256,11 @@ static void print_start(const Run<Model>& run) {
   if (!o.quiet) printf("%s\n", settings_table(o, run.screen).c_str());
   const size_t machine = size_t(sysconf(_SC_PHYS_PAGES)) * size_t(sysconf(_SC_PAGESIZE));
   printf("%s%s", model_table(run.config).c_str(),
-         memory_table(memory_lines(run.config, o.batch), machine).c_str());
+         memory_table(memory_lines(run.config, o.batch), machine / ranks.local_size).c_str());
   int threads = 0;
 #pragma omp parallel reduction(+ : threads)
   threads++;
-  printf("threads     %d\n", threads);
+  printf("threads     %d%s\n", threads, ranks_text().c_str());
   for (const auto& split : run.data.splits())
     printf("%s", data_line(split.first, *split.second, run.config.T).c_str());
   printf("%s", schedule_table(o, run.data.train.num_tokens()).c_str());
@@ -1250,6 +1274,7 @@ static void print_start(const Run<Model>& run) {
 
 int main(int argc, char** argv) {
   let_waiting_threads_sleep(argv);
+  ranks_open(&argc, &argv);
   setvbuf(stdout, nullptr, _IOLBF, 0);
   Run<Model> run(read_command_line(argc, argv, Device::cpu), story_data);
   const Options& o = run.options;

@@ -22,6 +22,7 @@
 #include "dev/common/log.h"     // Event, Progress
 #include "dev/common/report.h"  // print_lines
 #include "dev/common/random.h"  // uniform
+#include "dev/common/ranks.h"   // ranks, all_token_losses
 #include "dev/common/shards.h"  // Data, TokenData
 
 enum class StorySplit { train, val, test };
@@ -380,12 +381,14 @@ StoryMarks mark_answers(Model& m, size_t num_stories) {
   const size_t T = m.T;
   StoryMarks marks;
   std::vector<int> tokens(m.B * T), targets(m.B * T);
-  for (size_t n0 = 0; n0 < num_stories; n0 += m.B) {
-    std::vector<Story> stories;
-    for (size_t n = n0; n < std::min(n0 + m.B, num_stories); n++)
+  for (size_t n0 = 0; n0 < num_stories; n0 += ranks.size * m.B) {
+    std::vector<Story> stories;  // of all ranks
+    for (size_t n = n0; n < std::min(n0 + ranks.size * m.B, num_stories); n++)
       stories.push_back(tell_story(StorySplit::test, n, T));
-    for (size_t b = 0; b < stories.size(); b++) stories[b].window(T, &tokens[b * T], &targets[b * T]);
-    const auto losses = token_losses(m, tokens.data(), targets.data(), stories.size(), T);
+    const size_t first = std::min(ranks.rank * m.B, stories.size());
+    const size_t rows = std::min(m.B, stories.size() - first);
+    for (size_t b = 0; b < rows; b++) stories[first + b].window(T, &tokens[b * T], &targets[b * T]);
+    const auto losses = all_token_losses(m, tokens, targets, rows);
     for (size_t b = 0; b < stories.size(); b++)
       for (const StoryQuestion& question : stories[b].questions) {
         double surprise = 0;  // -log of the answer's probability; token t is the target of row t - 1

@@ -32,6 +32,8 @@ BARRIER = r"__sync(threads|warp)\(\);"
 PROGRAMS = {"run": ["train_rdattnres_cpu"], "terminal": ["train_rdattnres_cpu"], "crash": ["train_rdattnres_cpu"],
             "cuda_run": ["build/train_emulated", "build/test_run", "train_rdattnres_cpu"],
             "cuda_crash": ["build/train_emulated", "build/test_crash"], "cuda_card": ["build/train_emulated"],
+            "ranks": ["train_rdattnres_cpu", "build/train_rdattnres_cpu_mpi", "build/train_emulated",
+                      "build/train_emulated_mpi"],
             "data_tools": ["data/text_to_shards"]}
 
 # line: where it stands in mutants.txt. A fault changes a text of the file, or leaves out the barrier `without`.

@@ -556,7 +556,7 @@ void test_optimiser(size_t n) {
   Array<float> p(p0), m(m0), v(v0), g(g0);
   Array<bf16> working(n);
   double* sums = nullptr;
-  CUDA_CHECK(cudaMalloc(&sums, gpu::NORM_BLOCKS * sizeof(double)));
+  CUDA_CHECK(cudaMalloc(&sums, gpu::ceil_div(n, SHARE_CHUNK) * sizeof(double)));
   CHECK_CLOSE(gpu::global_norm(g, sums, n) / std::sqrt(squares), 1, 1e-14 * std::sqrt(double(n)));
   CUDA_CHECK(cudaFree(sums));
   gpu::adamw<bf16>(p, working, m, v, g, n, 0.37, 1e-2, 0.1, 3);
@@ -758,7 +758,7 @@ void test_stated_bytes() {
   CUDA_CHECK(cudaMalloc(&tokens, BT * sizeof(int)));
   gpu::upload(tokens, ids.data(), BT);
   double* sums = nullptr;
-  CUDA_CHECK(cudaMalloc(&sums, gpu::NORM_BLOCKS * sizeof(double)));
+  CUDA_CHECK(cudaMalloc(&sums, gpu::ceil_div(n, SHARE_CHUNK) * sizeof(double)));
   CUDA_CHECK(cudaStreamSynchronize(gpu::device.stream));
 
   emu::count_traffic(true);

@@ -16,6 +16,7 @@
 #include "dev/common/errors.h"  // fatal, checked_mul
 #include "dev/common/files.h"   // InFile, OutFile
 #include "dev/common/flags.h"   // flag_table: names of the sizes
+#include "dev/common/ranks.h"   // ranks
 #include "dev/common/text.h"    // Json, json_quote
 
 using Metadata = std::map<std::string, std::string>;
@@ -279,10 +280,21 @@ inline std::string checkpoint_header(const Metadata& metadata, const std::vector
   return header;
 }
 
+// The part in it of a rank that does not write: its `get` hands over what rank 0 is about to write.
+inline void checkpoint_hand_over(const std::vector<CheckpointTensor>& tensors) {
+  std::vector<float> chunk(CHECKPOINT_CHUNK);
+  for (const CheckpointTensor& t : tensors) {
+    const size_t total = num_elements(t.shape, t.name);
+    for (size_t offset = 0; offset < total; offset += CHECKPOINT_CHUNK)
+      t.get(offset, std::min(CHECKPOINT_CHUNK, total - offset), chunk.data());
+  }
+}
+
 // Writes path, complete or not at all. Adds format_version and checksum to the metadata. The checksum is known
 // only after the data: a place is kept for it and filled in at the end. Fatal if anything goes wrong.
 inline void checkpoint_write(const std::string& path, Metadata metadata,
                              const std::vector<CheckpointTensor>& tensors) {
+  if (ranks.rank > 0) return checkpoint_hand_over(tensors);
   const std::string place(16, '0'), quoted = "\"checksum\":\"";
   metadata["format_version"] = CHECKPOINT_FORMAT;
   metadata["checksum"] = place;

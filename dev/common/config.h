@@ -119,6 +119,7 @@ struct TensorSpec {  // one row of the table, with this config's numbers
   bool per_layer;
   std::vector<size_t> shape;  // with the leading layer dimension, where there is one
   bool present;
+  size_t begin;  // where it starts in a family, which is one array
 
   size_t size() const {  // number of elements, 0 if absent
     size_t n = present ? 1 : 0;
@@ -138,7 +139,8 @@ inline std::vector<TensorSpec> tensor_table(const Config& c) {
     if (per_layer) shape.push_back(c.L);
     if (rows) shape.push_back(rows);
     shape.push_back(cols);
-    table.push_back({id, name, kind, per_layer, shape, present});
+    const size_t begin = table.empty() ? 0 : table.back().begin + table.back().size();
+    table.push_back({id, name, kind, per_layer, shape, present, begin});
   };
 #define TENSOR_ROW(name, kind, per_layer, rows, cols, present) \
   add(TENSOR_##name, #name, Kind::kind, per_layer, rows, cols, present);

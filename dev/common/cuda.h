@@ -5,6 +5,12 @@
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 #include <nvtx3/nvToolsExt.h>
+#ifdef WITH_MPI
+#if !__has_include(<nccl.h>)
+#error "MPI=1 needs NCCL for the GPU, and nccl.h is missing: install NCCL (libnccl-dev), or build without MPI=1"
+#endif
+#include <nccl.h>
+#endif
 
 #include <algorithm>
 #include <cstdint>
@@ -15,6 +21,7 @@
 #include <vector>
 
 #include "dev/common/errors.h"  // fatal, format, checked_mul, human_bytes
+#include "dev/common/ranks.h"   // ranks, gather, agree
 
 // ---- checked calls -------------------------------------------------------------------------------------
 
@@ -199,6 +206,59 @@ void zero(T* p, size_t n) {
   CUDA_CHECK(cudaMemsetAsync(p, 0, n * sizeof(T), device.stream));
 }
 
+// ---- many cards ----------------------------------------------------------------------------------------
+// The GPU's part of ranks.h, on the stream and in float32. NCCL adds in an order that depends on the number of
+// cards and how they are connected, not on timing.
+#ifdef WITH_MPI
+#define NCCL_CHECK(call) nccl_check((call), #call, __FILE__, __LINE__)
+inline void nccl_check(ncclResult_t result, const char* call, const char* file, int line) {
+  if (result != ncclSuccess) fatal(EXIT_ERROR, "%s:%d: %s: %s", file, line, call, ncclGetErrorString(result));
+}
+inline ncclComm_t cards = nullptr;
+
+// Joins the ranks' cards, of which this one has the number `card` on its machine.
+inline void cards_open(int card) {
+  if (ranks.size == 1) return;
+  agree();
+  struct Place {
+    char machine[256], slot[32];
+  };
+  Place mine = {};
+  gethostname(mine.machine, sizeof(mine.machine) - 1);
+  CUDA_CHECK(cudaDeviceGetPCIBusId(mine.slot, sizeof(mine.slot), card));
+  const std::vector<Place> all = gather(std::vector<Place>{mine});
+  for (size_t r = 0; r < ranks.rank; r++)
+    if (!memcmp(&all[r], &mine, sizeof(mine)))
+      fatal(EXIT_ERROR, "ranks %zu and %zu would share the GPU %s of %s; expected as many GPUs there as ranks",
+            r, ranks.rank, mine.slot, mine.machine);
+  agree();
+
+  ncclUniqueId id = {};
+  if (ranks.rank == 0) NCCL_CHECK(ncclGetUniqueId(&id));
+  const std::string bytes = broadcast(std::string(id.internal, sizeof(id.internal)));
+  memcpy(id.internal, bytes.data(), bytes.size());
+  NCCL_CHECK(ncclCommInitRank(&cards, int(ranks.size), id, int(ranks.rank)));
+}
+inline void cards_close() {
+  if (cards) NCCL_CHECK(ncclCommDestroy(cards));
+  cards = nullptr;
+}
+inline void sum_shares_on_cards(float* g, size_t share) {
+  if (ranks.size == 1) return;
+  float* own = g + ranks.rank * share;
+  NCCL_CHECK(ncclReduceScatter(g, own, share, ncclFloat, ncclSum, cards, device.stream));
+}
+inline void gather_shares_on_cards(float* p, size_t share) {
+  if (ranks.size == 1) return;
+  NCCL_CHECK(ncclAllGather(p + ranks.rank * share, p, share, ncclFloat, cards, device.stream));
+}
+#else
+inline void cards_open(int) {}
+inline void cards_close() {}
+inline void sum_shares_on_cards(float*, size_t) {}
+inline void gather_shares_on_cards(float*, size_t) {}
+#endif
+
 // ---- opening and closing -------------------------------------------------------------------------------
 // What a block of the most demanding kernel may need: every card from compute capability 8.0 on has it.
 constexpr size_t SHARED_MEMORY = 101376;  // 99 KiB
@@ -206,9 +266,11 @@ constexpr size_t SHARED_MEMORY = 101376;  // 99 KiB
 inline void device_open() {
   if (device.stream) return;
 
+  // One card a rank, in the order that all ranks of a machine see; or the one that a batch system lets it see.
   int count = 0;
   cudaError_t error = cudaGetDeviceCount(&count);
-  if (error == cudaSuccess) error = cudaSetDevice(0);
+  const int number = count > 0 ? int(ranks.local) % count : 0;
+  if (error == cudaSuccess) error = cudaSetDevice(number);
   if (error == cudaSuccess) error = cudaStreamCreate(&device.stream);  // fails if another program has the card
   if (error != cudaSuccess) {
     const char* visible = getenv("CUDA_VISIBLE_DEVICES");
@@ -217,7 +279,7 @@ inline void device_open() {
   }
 
   cudaDeviceProp& card = device.properties;
-  CUDA_CHECK(cudaGetDeviceProperties(&card, 0));
+  CUDA_CHECK(cudaGetDeviceProperties(&card, number));
   if (card.major < 8 || card.sharedMemPerBlockOptin < SHARED_MEMORY)
     fatal(EXIT_ERROR,
           "GPU %s: compute capability %d.%d with %zu bytes of shared memory a block; needed are 8.0 and %zu",
@@ -230,9 +292,11 @@ inline void device_open() {
   CUBLAS_CHECK(cublasLtCreate(&device.cublas));
   device.workspace =
       device_alloc(CUBLAS_WORKSPACE, "cuBLASLt workspace", "another program may hold this GPU's memory");
+  cards_open(number);
 }
 
 inline void device_close() {
+  cards_close();
   for (auto& [key, product] : device.products) {
     CUBLAS_CHECK(cublasLtMatmulDescDestroy(product.description));
     for (cublasLtMatrixLayout_t layout : {product.a, product.b, product.out})

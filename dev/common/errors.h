@@ -33,6 +33,10 @@ struct Fatal {
 };
 inline bool fatal_throws = false;
 
+// Set where the program is many processes (ranks.h): one of them prints the line, and all end.
+inline void (*fatal_ends)(int exit_code, const std::string& line) = nullptr;
+inline bool may_warn = true;
+
 #define PRINTF_LIKE(format_index, first_argument) __attribute__((format(printf, format_index, first_argument)))
 
 // printf to a string.
@@ -57,7 +61,9 @@ PRINTF_LIKE(1, 2) inline std::string format(const char* text, ...) {
     if (c == '\n' || c == '\r') c = ' ';  // one line, whatever a file name holds
   if (fatal_throws) throw Fatal{exit_code, message};
   fflush(stdout);  // so that the error comes last where both streams go to one place
-  fprintf(stderr, "%serror: %s\n", line_is_open ? "\n" : "", message.c_str());
+  message = std::string(line_is_open ? "\n" : "") + "error: " + message + "\n";
+  if (fatal_ends) fatal_ends(exit_code, message);
+  fputs(message.c_str(), stderr);
   exit(exit_code);
 }
 [[noreturn]] PRINTF_LIKE(2, 3) inline void fatal(int exit_code, const char* text, ...) {
@@ -80,6 +86,10 @@ std::string error_of(Work work) {
   }
   fatal_throws = threw_before;
   return message;
+}
+// Prints "warning: ...": something is odd, the program goes on.
+inline void warn(const std::string& message) {
+  if (may_warn) fprintf(stderr, "warning: %s\n", message.c_str());
 }
 
 // ---- sizes ---------------------------------------------------------------------------------------------

@@ -148,6 +148,6 @@ inline void lock_folder(const std::string& folder) {
     fatal(EXIT_ERROR, "%s: in use by another run (process %s); expected a folder of this run's own, see --out",
           folder.c_str(), known ? owner : "unknown");
   } else {  // a file system without locks
-    fprintf(stderr, "warning: %s; start no second run there\n", file_error(path, "lock").c_str());
+    warn(file_error(path, "lock") + "; start no second run there");
   }
 }

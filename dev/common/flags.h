@@ -19,6 +19,7 @@
 #include "dev/common/config.h"  // Config, Arch
 #include "dev/common/errors.h"  // fatal, format
 #include "dev/common/files.h"   // expand_home
+#include "dev/common/ranks.h"   // ranks
 #include "dev/common/text.h"    // parse_count, parse_double, number_text
 
 constexpr const char* VERSION = "0.9";  // as CHANGELOG.md has it
@@ -344,8 +345,8 @@ inline Config model_config(const Options& o) {
 // number of tokens of the tokenizer in use.
 inline Config config_from(Options& o, size_t tokenizer_size) {
   if (!o.given.count("vocab") && !o.tokenizer.empty()) o.vocab = tokenizer_size;
-  const size_t one_batch = o.batch * o.context;  // in tokens
-  if (o.total_batch == 0) o.total_batch = one_batch;
+  const size_t one_batch = o.batch * o.context, least = one_batch * ranks.size;  // in tokens
+  if (o.total_batch == 0) o.total_batch = least;
   if (!o.given.count("warmup")) o.warmup = o.steps / 50;
   if (o.out.empty()) o.out = format("runs/%s-%s-%zu", o.preset.c_str(), o.arch.c_str(), o.seed);
 
@@ -354,9 +355,9 @@ inline Config config_from(Options& o, size_t tokenizer_size) {
           o.heads, o.width, o.heads);
   if (o.block_size != 1 && o.block_size % 2 != 0)
     fatal(EXIT_USAGE, "--block-size: got %zu, expected an even number of sublayers, or 1", o.block_size);
-  if (o.total_batch % one_batch != 0)
-    fatal(EXIT_USAGE, "--total-batch: got %zu, expected a multiple of batch * context = %zu", o.total_batch,
-          one_batch);
+  if (o.total_batch % least != 0)
+    fatal(EXIT_USAGE, "--total-batch: got %zu, expected a multiple of batch * context%s = %zu", o.total_batch,
+          ranks.size > 1 ? format(" * %zu ranks", ranks.size).c_str() : "", least);
   // All activations together hold fewer numbers than this, and their bytes must fit in 64 bits.
   const double slots = double(2 * o.layers + 2), width = double(8 * o.width + 4 * o.ffn + 2 * o.layers);
   const double most = double(one_batch) * slots * width;

@@ -11,6 +11,7 @@
 #include "dev/common/flags.h"   // flag_table: the settings
 #include "dev/common/flops.h"   // training_flops, find_card
 #include "dev/common/log.h"     // Event, Progress
+#include "dev/common/ranks.h"   // ranks, gather
 #include "dev/common/shards.h"  // TokenData
 #include "dev/common/text.h"    // printable
 
@@ -24,7 +25,7 @@ struct Screen {
 inline Screen find_screen() {
   Screen screen;
   winsize size = {};
-  if (isatty(STDOUT_FILENO))
+  if (!MANY_PROCESSES && isatty(STDOUT_FILENO))  // mpirun looks like a terminal even if it writes to a file
     screen.columns = ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col ? size.ws_col : 80;
   std::string locale;
   for (const char* name : {"LANG", "LC_CTYPE", "LC_ALL"}) {  // the last that is set decides
@@ -116,13 +117,16 @@ inline std::string model_table(const Config& c) {
          with_commas(n.routes) + " routes\n";
 }
 
+// Beside what one rank has: " on each of 4 ranks".
+inline std::string ranks_text() { return ranks.size > 1 ? format(" on each of %zu ranks", ranks.size) : ""; }
+
 struct MemoryLine {
   std::string name;
   size_t bytes;
 };
-// machine: bytes of memory that there are; 0: not known, or said elsewhere.
+// machine: bytes of memory that there are for it; 0: not known, or said elsewhere.
 inline std::string memory_table(const std::vector<MemoryLine>& lines, size_t machine = 0) {
-  std::string text = "memory\n";
+  std::string text = "memory" + ranks_text() + "\n";
   size_t total = 0;
   for (const MemoryLine& line : lines) {
     text += format("  %-24s%12s\n", line.name.c_str(), human_bytes(line.bytes).c_str());
@@ -160,7 +164,9 @@ inline std::string peak_line(const std::string& device_name, double measured_flo
 inline std::string schedule_table(const Options& o, size_t train_tokens) {
   const double tokens = double(o.steps) * double(o.total_batch);
   std::string text = "schedule    " + with_commas(o.steps) + " steps of " + with_commas(o.total_batch);
-  text += format(" tokens (%zu x %zu x %zu)", o.total_batch / (o.batch * o.context), o.batch, o.context);
+  const std::string of_ranks = ranks.size > 1 ? format("%zu ranks x ", ranks.size) : "";
+  text += format(" tokens (%s%zu x %zu x %zu)", of_ranks.c_str(),
+                 o.total_batch / (o.batch * o.context * ranks.size), o.batch, o.context);
   text += " = " + human_count(tokens) + " tokens";
   if (train_tokens > 0) text += format(", %.2f epochs", tokens / double(train_tokens));
   return text + format("\n            learning rate up to %g in %zu steps, then down to %g\n", o.lr, o.warmup,
@@ -250,11 +256,27 @@ inline Event validation_event(const Progress& at, const char* split, double loss
 struct RouteStats {                        // means over tokens, per attention layer
   std::vector<std::vector<double>> qk, v;  // weight on each source; v is empty where one route serves both
   std::vector<double> js_nats;             // Jensen-Shannon divergence between the two
-  void divide(double tokens) {             // turns sums into means
+
+  template <class Visit>
+  void each(Visit visit) {
     for (auto* table : {&qk, &v})
       for (std::vector<double>& row : *table)
-        for (double& p : row) p /= tokens;
-    for (double& js : js_nats) js /= tokens;
+        for (double& p : row) visit(p);
+    for (double& js : js_nats) visit(js);
+  }
+  // Adds the sums of every rank's batch, in the order of the ranks. A rank may have none.
+  void add(RouteStats batch) {
+    std::vector<double> mine;
+    batch.each([&](double& sum) {
+      mine.push_back(sum);
+      sum = 0;
+    });
+    if (js_nats.empty()) *this = batch;
+    const std::vector<double> all = gather(mine);
+    for (size_t i = 0; i < all.size() && !js_nats.empty();) each([&](double& sum) { sum += all[i++]; });
+  }
+  void divide(double tokens) {  // turns sums into means
+    each([&](double& sum) { sum /= tokens; });
   }
 };
 

@@ -74,7 +74,7 @@ inline Checkpoint open_newest_checkpoint(const std::string& path) {
     Checkpoint checkpoint;
     const std::string error = checkpoint.try_open(checkpoint_path(path, steps[i]));
     if (error.empty()) return checkpoint;
-    fprintf(stderr, "warning: %s; trying the one before\n", error.c_str());
+    warn(error + "; trying the one before");
   }
   const std::string exported = path + "/model.safetensors";  // a folder of Hugging Face's kind
   if (steps.empty() && access(exported.c_str(), F_OK) == 0) return Checkpoint::open(exported);

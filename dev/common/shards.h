@@ -223,8 +223,7 @@ inline Data open_data(const Options& o, const Config& config) {
       else if (trained_on.count(file))
         both += (both.empty() ? "" : ", ") + shard.name;
     }
-    if (!both.empty())
-      fprintf(stderr, "warning: --%s has files that --train has too: %s\n", split, both.c_str());
+    if (!both.empty()) warn(format("--%s has files that --train has too: ", split) + both);
   };
   open("train", o.train, data.train);
   open("val", o.val, data.val);

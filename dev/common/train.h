@@ -14,6 +14,7 @@
 
 #include <unistd.h>
 
+#include "dev/common/ranks.h"      // ranks, gather, agree: many processes
 #include "dev/common/report.h"     // RouteStats, StepReport, lines and events
 #include "dev/common/run.h"        // checkpoints by name, move_aside
 #include "dev/common/tokenizer.h"  // Tokenizer
@@ -54,7 +55,8 @@ inline void request_stop(int number) {
   }
   // A pipe that closes must not hide that Ctrl-C was pressed, nor print into itself.
   if (number != SIGPIPE && line_is_open) say_in_handler("\n");
-  if (number != SIGPIPE) say_in_handler("saving after this step; press Ctrl-C again to stop without\n");
+  if (number != SIGPIPE && ranks.rank == 0)
+    say_in_handler("saving after this step; press Ctrl-C again to stop without\n");
   if (number != SIGPIPE || !stop_requested) stop_requested = number;
   errno = error;
 }
@@ -69,6 +71,12 @@ inline void catch_stop_signals() {
     sigaction(number, &action, nullptr);
   }
   signal(SIGXFSZ, SIG_IGN);  // a file that may not grow any more is an error with a message, as a full disk is
+}
+
+// Whether a stop was asked for; of many ranks, of any. All ranks ask at the same places.
+inline bool stop_agreed() {
+  const std::vector<int> all = gather(std::vector<int>{stop_requested});
+  return *std::max_element(all.begin(), all.end()) > 0;
 }
 
 // A program built for one processor (-march=native) says so when it meets another, instead of dying in silence.
@@ -116,6 +124,32 @@ inline Start read_command_line(int argc, char** argv, Device device) {
   return start;
 }
 
+// Ends the run unless all ranks run the same program with the same flags on the same data.
+inline void require_same_start(const Start& start, const Data& data) {
+  if (ranks.size == 1) return;
+  agree();
+  Checksum build("program");
+  const char* self = "/proc/self/exe";
+  if (access(self, R_OK) == 0) build.mix(InFile(self).read_all());
+  std::string mine = "program " + checksum_text(build.value) + "\n";
+  for (const Flag& flag : flag_table())
+    mine += std::string("--") + flag.name + " " + flag_text(start.options, flag) + "\n";
+  for (const auto& entry : start.checkpoint.metadata)
+    mine += "checkpoint's " + entry.first + " " + entry.second + "\n";
+  for (const auto& split : data.splits()) mine += split.second->inventory();
+  const std::string first = broadcast(mine);
+  std::istringstream lines(mine), expected(first);
+  for (std::string line, want; mine != first && line == want;) {
+    line = want = "nothing more";
+    std::getline(lines, line);
+    std::getline(expected, want);
+    if (line != want)
+      fatal(EXIT_USAGE, "rank %zu has %s, rank 0 %s; expected the same on all", ranks.rank, line.c_str(),
+            want.c_str());
+  }
+  agree();
+}
+
 // What a run works with, from the flags to the model.
 template <class Model>
 struct Run : Start {
@@ -134,6 +168,7 @@ struct Run : Start {
     tokenizer = o.tokenizer.empty() ? Tokenizer::bytes() : Tokenizer::load(o.tokenizer);
     config = config_from(o, tokenizer.size);
     data = uses_stories(o) && !only_looks ? stories(config) : open_data(o, config);
+    require_same_start(*this, data);
     const auto then = checkpoint.metadata.find("train_data");
     if (!resuming || only_looks || o.new_data || then == checkpoint.metadata.end()) return;
     const std::string change = inventory_change(then->second, data.train.inventory());
@@ -146,16 +181,23 @@ struct Run : Start {
 };
 
 // Takes the folder for this run: nobody else's, and what another run or later steps left there moved aside.
+// Rank 0 does, when all ranks have loaded what they need from there.
 inline Log take_folder(const Start& start) {
   const std::string& out = start.options.out;
-  if (start.only_looks) return Log();
-  make_folders(out);
-  lock_folder(out);
-  const bool goes_on = start.resuming && std::filesystem::equivalent(folder_of(start.options.resume), out);
-  const std::string aside =
-      goes_on ? move_aside(out, "abandoned", start.step + 1) : move_aside(out, "earlier", 0);
-  if (!aside.empty()) printf("moved %s to %s\n", goes_on ? "later steps" : "an earlier run", aside.c_str());
-  catch_stop_signals();
+  std::string aside;
+  bool goes_on = false;
+  agree();
+  if (!start.only_looks && ranks.rank == 0) {
+    make_folders(out);
+    lock_folder(out);
+    goes_on = start.resuming && std::filesystem::equivalent(folder_of(start.options.resume), out);
+    aside = goes_on ? move_aside(out, "abandoned", start.step + 1) : move_aside(out, "earlier", 0);
+    if (!aside.empty()) printf("moved %s to %s\n", goes_on ? "later steps" : "an earlier run", aside.c_str());
+  }
+  agree();
+  ranks.together = false;
+  if (!start.only_looks) catch_stop_signals();
+  if (start.only_looks || ranks.rank > 0) return Log();
   return goes_on ? Log(out, start.step, aside) : Log(out);
 }
 
@@ -167,20 +209,22 @@ struct Validation {
 };
 
 // Mean loss over the first max_tokens >= T of a split (whole windows), in order. Touches activations only. The
-// sum runs in token order in double, so the batch size does not show in the result. No tokens if a stop cut it
-// short.
+// sum runs in token order in double, so neither batch size nor ranks show in the result. No tokens if a stop
+// cut it short.
 template <class Model>
 Validation validate(Model& m, const TokenData& data, size_t max_tokens) {
   const size_t T = m.T, windows = std::min(max_tokens / T, data.num_windows(T));
   std::vector<int> tokens(m.B * T), targets(m.B * T);
   Validation result = {};
   double sum = 0;
-  for (size_t w0 = 0; w0 < windows; w0 += m.B) {
-    if (stop_requested) return {};
-    const size_t rows = std::min(m.B, windows - w0);
-    for (size_t b = 0; b < rows; b++) data.window(w0 + b, T, &tokens[b * T], &targets[b * T]);
-    for (auto loss : token_losses(m, tokens.data(), targets.data(), rows, T)) sum += double(loss);
-    add_route_stats(result.routes, m, rows * T);
+  for (size_t w0 = 0; w0 < windows; w0 += ranks.size * m.B) {
+    if (stop_agreed()) return {};
+    const size_t first = std::min(w0 + ranks.rank * m.B, windows), rows = std::min(m.B, windows - first);
+    for (size_t b = 0; b < rows; b++) data.window(first + b, T, &tokens[b * T], &targets[b * T]);
+    for (auto loss : all_token_losses(m, tokens, targets, rows)) sum += double(loss);
+    RouteStats routes;
+    if (rows > 0) add_route_stats(routes, m, rows * T);
+    result.routes.add(routes);
   }
   result.tokens = windows * T;
   result.loss = sum / double(result.tokens);
@@ -193,7 +237,7 @@ void validate_split(Run<Model>& run, Log& log, const char* split, const TokenDat
   if (data.num_tokens() == 0) return;
   const size_t wanted = run.options.val_tokens;
   const Validation v = validate(run.model, data, wanted > 0 ? wanted : data.num_tokens());
-  if (stop_requested) {
+  if (v.tokens == 0) {
     run.left_out = true;
     return;
   }
@@ -222,6 +266,7 @@ std::vector<int> generate(Model& m, std::vector<int> context, size_t n, double t
 
 template <class Model>
 void sample(Run<Model>& run, Log& log) {
+  if (ranks.rank > 0) return;
   const Options& o = run.options;
   if (!has_text(o, run.tokenizer.size)) {
     print_lines(format("sample step %zu: none; a vocabulary of %zu tokens needs --tokenizer to become text\n",
@@ -242,6 +287,7 @@ void sample(Run<Model>& run, Log& log) {
   log.write(Event("sample").add("step", run.step).add("text", text));
 }
 
+// All ranks call it; rank 0 writes.
 template <class Model>
 void save(Run<Model>& run, Log& log) {
   if (run.only_looks) return;
@@ -250,6 +296,7 @@ void save(Run<Model>& run, Log& log) {
   const size_t bytes = 3 * sizeof(float) * count_elements(run.config);
   if (bytes >= size_t(1) << 30) print_lines("saving " + human_bytes(bytes) + " to " + path + "\n");
   model_save(run.model, path, run_metadata(o, run, run.data.train));
+  if (ranks.rank > 0) return;
   delete_old_checkpoints(o.out, o.keep, run.step);
   print_lines("saved  " + path + "\n");
   log.write(Event("checkpoint").add("step", run.step).add("path", path));
@@ -258,8 +305,12 @@ void save(Run<Model>& run, Log& log) {
 // A shard that turns out to be bad ends the run after a save.
 template <class Model>
 void save_before_data_errors(Run<Model>& run, Log& log) {
+  ranks.save = [&] { save(run, log); };
   for (TokenData* data : {&run.data.train, &run.data.val, &run.data.test})
-    data->before_fatal = [&] { save(run, log); };
+    data->before_fatal = [] {
+      announce_end();
+      ranks.save();
+    };
 }
 
 // What is due between two steps: validation, a sample, a checkpoint. Returns whether the run ends here.
@@ -273,7 +324,7 @@ bool between_steps(Run<Model>& run, Log& log) {
   if (due(o.val_every)) validate_split(run, log, "val", run.data.val);
   if (finished) validate_split(run, log, "test", run.data.test);
   if (due(o.sample_every) && o.sample_tokens > 0 && (run.step > 0 || finished)) sample(run, log);
-  const bool stopping = stop_requested;
+  const bool stopping = stop_agreed();
   if (stopping || (due(o.checkpoint_every) && (run.step > 0 || finished))) save(run, log);
   return finished || stopping;
 }

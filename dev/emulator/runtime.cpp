@@ -152,14 +152,24 @@ cudaError_t cudaGetLastError() {
   last_error = cudaSuccess;
   return e;
 }
+static int number_of_cards() {
+  const char* cards = getenv("EMU_CARDS");  // many processes have one each: see nccl.h
+  return cards ? std::max(atoi(cards), 1) : 1;
+}
 cudaError_t cudaGetDeviceCount(int* count, Site site) {
   CALL(cudaGetDeviceCount);
-  *count = 1;
+  *count = number_of_cards();
   return cudaSuccess;
 }
 cudaError_t cudaSetDevice(int device, Site site) {
   CALL(cudaSetDevice);
-  return device == 0 ? cudaSuccess : last_error = cudaErrorInvalidDevice;
+  const bool there = device >= 0 && device < number_of_cards();
+  return there ? cudaSuccess : last_error = cudaErrorInvalidDevice;
+}
+cudaError_t cudaDeviceGetPCIBusId(char* id, int length, int device, Site site) {
+  CALL(cudaDeviceGetPCIBusId);
+  snprintf(id, size_t(length), "%d", device);
+  return cudaSetDevice(device);
 }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int device, Site site) {
   CALL(cudaGetDeviceProperties);
