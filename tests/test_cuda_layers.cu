@@ -12,6 +12,7 @@
 #define REAL float
 #include "train_rdattnres_cpu.cpp"  // cpu_float: plain code
 
+#include <array>
 #include <memory>
 
 #include "train_rdattnres.cu"
@@ -387,8 +388,6 @@ void test_rope(size_t B, size_t T, size_t C, size_t NH) {
   }
 }
 
-// Attention as any plain code would do it, sums one by one; for bf16 the weights, and the scores' gradients,
-// round before their products.
 struct AttentionResult {
   Numbers att, lse, dqkv;
 };
@@ -399,49 +398,34 @@ AttentionResult wanted_attention(const Numbers& qkv, const Numbers& datt, const 
   cpu_double::attention_backward(r.dqkv.data(), datt.data(), qkv.data(), att0.data(), lse0.data(), B, T, C, NH);
   return r;
 }
-AttentionResult plain_attention(const Numbers& qkv, const Numbers& datt, const Numbers& att0,
-                                const Numbers& lse0, size_t B, size_t T, size_t C, size_t NH, bool rounds) {
-  const size_t HS = C / NH;
-  const float scale = 1 / std::sqrt(float(HS));
-  AttentionResult r = {Numbers(B * T * C), Numbers(B * NH * T), Numbers(B * T * 3 * C)};
-  auto add = [](double& sum, float v) { sum = float(sum) + v; };
-  auto round = [rounds](double v) { return rounds ? round_bf16(v) : v; };
-  auto dot = [&](const double* a, const double* b) {
-    float sum = 0;
-    for (size_t i = 0; i < HS; i++) sum += float(a[i]) * float(b[i]);
-    return sum;
-  };
-  for (size_t b = 0; b < B; b++)
-    for (size_t head = 0; head < NH; head++) {
-      const double *q = &qkv[b * T * 3 * C + head * HS], *k = q + C, *v = k + C,
-                   *d0 = &datt[b * T * C + head * HS];
-      double *dq = &r.dqkv[b * T * 3 * C + head * HS], *dk = dq + C, *dv = dk + C;
-      for (size_t t = 0; t < T; t++) {
-        const size_t at = (b * NH + head) * T + t;
-        std::vector<float> a(T);
-        float top = -INFINITY, sum = 0;
-        for (size_t u = 0; u <= t; u++) top = std::max(top, a[u] = scale * dot(q + t * 3 * C, k + u * 3 * C));
-        for (size_t u = 0; u <= t; u++) sum += a[u] = std::exp(a[u] - top);
-        r.lse[at] = top + std::log(sum);
-        for (size_t i = 0; i < HS; i++) {
-          float o = 0;
-          for (size_t u = 0; u <= t; u++) o += float(round(a[u])) * float(v[u * 3 * C + i]);
-          r.att[(b * T + t) * C + head * HS + i] = o / sum;
-        }
-        float delta = 0;
-        const double *d = d0 + t * C, *o = &att0[(b * T + t) * C + head * HS];
-        for (size_t i = 0; i < HS; i++) delta += float(d[i]) * float(o[i]);
-        for (size_t u = 0; u <= t; u++) {
-          const float weight = std::exp(scale * dot(q + t * 3 * C, k + u * 3 * C) - float(lse0[at]));
-          const float w = float(round(weight)), ds = float(round(weight * (dot(d, v + u * 3 * C) - delta)));
-          for (size_t i = 0; i < HS; i++) {
-            add(dv[u * 3 * C + i], w * float(d[i]));
-            add(dq[t * 3 * C + i], scale * ds * float(k[u * 3 * C + i]));
-            add(dk[u * 3 * C + i], scale * ds * float(q[t * 3 * C + i]));
-          }
-        }
-      }
+// Part 0, 1, 2 of the rows of qkv: q, k or v (BT,C).
+Numbers part_of(const Numbers& qkv, size_t part, size_t C) {
+  Numbers out;
+  for (size_t row = 0; row < qkv.size(); row += 3 * C)
+    out.insert(out.end(), qkv.begin() + long(row + part * C), qkv.begin() + long(row + (part + 1) * C));
+  return out;
+}
+// The definition and the chain rule in float; for bf16 the weights, and the scores' gradients, round before
+// their products. The gradients are those of the sum of att times datt.
+struct PlainAttention {
+  Numbers att, lse, gradients[3];
+};
+PlainAttention plain_attention(const Numbers& qkv, const Numbers& datt, size_t B, size_t T, size_t C, size_t NH,
+                               bool rounds) {
+  PlainAttention r;
+  reference::Named<double> inputs;
+  for (size_t part = 0; part < 3; part++) inputs[std::string(1, "qkv"[part])] = part_of(qkv, part, C);
+  const auto d = reference::gradients<float>(inputs, [&](const reference::Named<reference::Var<float>>& x) {
+    const auto out = reference::attention(x.at("q"), x.at("k"), x.at("v"), B, T, C, NH, rounds);
+    reference::Var<float> sum = 0;
+    for (size_t i = 0; i < datt.size(); i++) {
+      sum += out.att[i] * reference::Var<float>(datt[i]);
+      r.att.push_back(double(out.att[i].value));
     }
+    for (const auto& lse : out.lse) r.lse.push_back(double(lse.value));
+    return sum;
+  });
+  for (size_t part = 0; part < 3; part++) r.gradients[part] = from(d.at(std::string(1, "qkv"[part])));
   return r;
 }
 template <class X>
@@ -458,7 +442,7 @@ void test_attention(size_t B, size_t T, size_t HS, size_t NH, double deviation =
   gpu::attention_backward<X>(dqkv, delta, d, in, att, lse, B, T, C, NH);
   const AttentionResult want = wanted_attention(qkv, datt, att0, lse0, B, T, C, NH);
   const bool rounds = std::is_same<X, bf16>::value && HS % 16 == 0;
-  const AttentionResult plain = plain_attention(qkv, datt, att0, lse0, B, T, C, NH, rounds);
+  const PlainAttention plain = plain_attention(qkv, datt, B, T, C, NH, rounds);
   // A weight is exp(score - lse): what rounding takes from these two is a relative error of the weight. (One
   // token's weight is 1, and the plain loops find exactly that.)
   const double weight_off = error_of(lse0, Numbers(lse0.size(), 0)).largest * 0x1p-23, size = rms(qkv);
@@ -467,17 +451,12 @@ void test_attention(size_t B, size_t T, size_t HS, size_t NH, double deviation =
   const char* names[] = {"dq", "dk", "dv"};
   const Numbers got = dqkv.numbers();
   for (size_t part = 0; part < 3; part++) {
-    auto pick = [&](const Numbers& v) {
-      Numbers out;
-      for (size_t bt = 0; bt < B * T; bt++)
-        for (size_t c = 0; c < C; c++) out.push_back(v[bt * 3 * C + part * C + c]);
-      return out;
-    };
     // dq and dk come from differences, datt . v - delta, which cancel for one token, and where one key has all
     // the weight: only rounding is left, of sums of HS products. It is relative to what they are otherwise.
-    const Numbers wanted = pick(want.dqkv);
+    const Numbers wanted = part_of(want.dqkv, part, C);
     const double unit = part < 2 ? rms(datt) * size * size * std::sqrt(double(HS)) : rms(wanted);
-    compare<X>(names[part], pick(got), pick(plain.dqkv), wanted, unit, part < 2 ? 0 : weight_off * unit);
+    compare<X>(names[part], part_of(got, part, C), plain.gradients[part], wanted, unit,
+               part < 2 ? 0 : weight_off * unit);
   }
 }
 
@@ -598,23 +577,26 @@ void test_stated_bytes() {
 constexpr double ALLOWED = 1.1;
 
 struct Moved {
-  double forward, backward, bank;
-};  // bytes that kernels moved, that their functions state, ..
-struct Traffic {
-  Moved moved, stated, asked;
-};  // .. and that warps asked for
+  double counted = 0, stated = 0,
+         asked = 0;  // bytes: distinct sectors; what --profile states; what warps ask for
+};
+Moved moved_by(const std::string& function, const std::string& kernel) {
+  const emu::Traffic t = emu::traffic(kernel);
+  return {32.0 * double(t.distinct), gpu::profile.row(function).bytes, 32.0 * double(t.sectors)};
+}
+struct Pass {
+  const char* name;
+  std::vector<std::string> functions;  // the first site has one source: a norm alone
+  double may_ask;                      // for so many times what it must move
+};
+const Pass PASSES[] = {{"forward", {"route_forward", "rmsnorm_forward"}, 1.5},
+                       {"backward", {"route_backward", "rmsnorm_backward"}, 2},
+                       {"bank", {"route_backward_bank"}, 1.2}};
+using Passes = std::array<Moved, 3>;
 
-double bytes_of(const char* kernel) {
-  const emu::Traffic t = emu::traffic(kernel);
-  return 32.0 * double(t.distinct);
-}
-double asked_of(const char* kernel) {
-  const emu::Traffic t = emu::traffic(kernel);
-  return 32.0 * double(t.sectors);
-}
 // Whole blocks of a network, sites first .. end - 1, forward and backward as model_backward walks. The model
 // has its activations and norms but no matrices: the emulator keeps twelve bytes of notes for every one.
-Traffic move_blocks(const Config& c, size_t first, size_t end, size_t BT) {
+Passes move_blocks(const Config& c, size_t first, size_t end, size_t BT) {
   gpu::Model<bf16> m;
   m.config = c, m.B = 1, m.T = BT;
   auto for_each = [&](auto visit) { gpu::for_each_activation(m.acts, c, 1, BT, true, 1, visit); };
@@ -639,58 +621,44 @@ Traffic move_blocks(const Config& c, size_t first, size_t end, size_t BT) {
     waiting.clear();
   }
   gpu::profile.end_step();
-  const auto stated = [](const char* function) { return gpu::profile.row(function).bytes; };
-  const Traffic traffic = {
-      // the first site has one source: a norm alone
-      {bytes_of("route_forward_kernel") + bytes_of("rmsnorm_forward_kernel"),
-       bytes_of("route_backward_kernel") + bytes_of("rmsnorm_backward_kernel"),
-       bytes_of("route_backward_bank_kernel")},
-      {stated("route_forward") + stated("rmsnorm_forward"),
-       stated("route_backward") + stated("rmsnorm_backward"), stated("route_backward_bank")},
-      {asked_of("route_forward_kernel") + asked_of("rmsnorm_forward_kernel"),
-       asked_of("route_backward_kernel") + asked_of("rmsnorm_backward_kernel"),
-       asked_of("route_backward_bank_kernel")}};
+  Passes passes;
+  for (size_t n = 0; n < 3; n++)
+    for (const std::string& function : PASSES[n].functions) {
+      const Moved moved = moved_by(function, function + "_kernel");
+      passes[n].counted += moved.counted;
+      passes[n].stated += moved.stated;
+      passes[n].asked += moved.asked;
+    }
   emu::count_traffic(false);
   gpu::profile.finish(1);
   for_each([](const char*, const char*, auto*& at, size_t) { CUDA_CHECK(cudaFree(at)); });
-  return traffic;
+  return passes;
 }
 // What sites first .. end - 1 move, in units of C values a token and sublayer. Checks that it is what they
 // must, and what --profile states.
-Moved test_blocks(const Config& c, size_t first, size_t end) {
+std::array<double, 3> test_blocks(const Config& c, size_t first, size_t end) {
   // Enough tokens that every block of every kernel has its share in both runs; the difference is free of
   // constants.
   const size_t few = 4 * gpu::token_blocks(), many = 2 * few;
-  const auto [low, low_stated, low_asked] = move_blocks(c, first, end, few);
-  const auto [high, high_stated, high_asked] = move_blocks(c, first, end, many);
+  const Passes low = move_blocks(c, first, end, few), high = move_blocks(c, first, end, many);
   const double unit = double(many - few) * double(c.C) * sizeof(bf16) * double(end - first);
-  double forward = 0, backward = 0, bank = 0;
+  double want[3] = {};
   for (size_t i = first; i < end; i++) {
     const double K = double(c.num_sources(i)), R = double(i == 0 ? 1 : c.num_routes(i));
-    forward += K + R + (i == 0 ? 2 : 0);  // the first site's norm runs once more in the backward
-    backward += i == 0 ? 4 : K + 3 * R + (i % c.S != 0 ? 2 : 0);  // site 0: dx, h, the gradient in and out
-    bank += (i == 0 ? 0 : R) + (i % c.S != 0 ? 0 : 3 * K);
+    want[0] += K + R + (i == 0 ? 2 : 0);  // the first site's norm runs once more in the backward
+    want[1] += i == 0 ? 4 : K + 3 * R + (i % c.S != 0 ? 2 : 0);  // site 0: dx, h, the gradient in and out
+    want[2] += (i == 0 ? 0 : R) + (i % c.S != 0 ? 0 : 3 * K);
   }
-  const double sublayers = double(end - first);
-  const Moved got = {(high.forward - low.forward) / unit, (high.backward - low.backward) / unit,
-                     (high.bank - low.bank) / unit};
-  const struct {
-    const char* name;
-    double got, want, stated, asked, may_ask;
-  } rows[] = {
-      {"forward", got.forward, forward / sublayers, (high_stated.forward - low_stated.forward) / unit,
-       (high_asked.forward - low_asked.forward) / unit, 1.5},
-      {"backward", got.backward, backward / sublayers, (high_stated.backward - low_stated.backward) / unit,
-       (high_asked.backward - low_asked.backward) / unit, 2},
-      {"bank", got.bank, bank / sublayers, (high_stated.bank - low_stated.bank) / unit,
-       (high_asked.bank - low_asked.bank) / unit, 1.2}};
-  for (const auto& row : rows) {
+  std::array<double, 3> got;
+  for (size_t n = 0; n < 3; n++) {
+    const double must = want[n] / double(end - first), asked = (high[n].asked - low[n].asked) / unit;
+    got[n] = (high[n].counted - low[n].counted) / unit;
     printf("       %-10s %6.3f units of C a token and sublayer, must be %6.3f, ratio %.3f; asked %.2f\n",
-           row.name, row.got, row.want, row.got / row.want, row.asked / row.want);
-    CHECK(row.asked <= row.may_ask * row.want);
-    CHECK(row.got <= ALLOWED * row.want);
-    CHECK(row.got >= 0.99 * row.want);  // less would mean that the counting is broken
-    CHECK_CLOSE(row.stated, row.want, 1e-9);
+           PASSES[n].name, got[n], must, got[n] / must, asked / must);
+    CHECK(asked <= PASSES[n].may_ask * must);
+    CHECK(got[n] <= ALLOWED * must);
+    CHECK(got[n] >= 0.99 * must);  // less would mean that the counting is broken
+    CHECK_CLOSE((high[n].stated - low[n].stated) / unit, must, 1e-9);
   }
   return got;
 }
@@ -706,20 +674,10 @@ void test_network(Arch arch, double forward, double backward_if_kept) {
   TEST(format("traffic of 16 layers in 8 blocks, %s", ARCH_NAMES[int(arch)]));
   Config c;
   c.arch = arch, c.L = 16, c.C = 256, c.NH = 4, c.F = 8, c.S = 4, c.T = 8, c.V = 17;
-  const Moved got = test_blocks(c, 0, 32);
-  printf("       forward %.2f, table %.2f; backward %.2f, if mixes were kept %.3f\n", got.forward, forward,
-         got.backward + got.bank, backward_if_kept);
-  CHECK(got.forward <= ALLOWED * forward);
-  double kept = 0, again = 0;  // the same sum, split into the table's part and what comes on top
-  for (size_t i = 0; i < 32; i++) {
-    const double K = double(c.num_sources(i)), R = double(c.num_routes(i)), partial = i % c.S != 0;
-    kept += partial * (3 + R) + R + (1 - partial) * 3 * K;
-    again += K - partial + 3 * R - partial * R;
-  }
-  CHECK_CLOSE(kept / 32, backward_if_kept, 1e-9);
-  CHECK(got.backward + got.bank <= ALLOWED * (kept + again) / 32);
+  const auto [ahead, sites, bank] = test_blocks(c, 0, 32);
+  CHECK(ahead <= ALLOWED * forward);
   // Making the mixes again is the forward's reading once more; next to nothing comes on top of the two tables.
-  CHECK(got.backward + got.bank <= ALLOWED * (backward_if_kept + forward));
+  CHECK(sites + bank <= ALLOWED * (backward_if_kept + forward));
 }
 
 void test_traffic() {
@@ -784,10 +742,10 @@ void test_stated_bytes() {
            {"cross_entropy", "cross_entropy_kernel"},
            {"global_norm", "square_sums_kernel"},
            {"adamw", "adamw_kernel"}}) {
-    const double stated = gpu::profile.row(function).bytes, moved = bytes_of(kernel);
-    printf("       %-18s %8.0f bytes stated, %8.0f moved, ratio %.3f\n", function, stated, moved,
-           moved / stated);
-    CHECK(stated <= moved && moved <= ALLOWED * stated);
+    const Moved moved = moved_by(function, kernel);
+    printf("       %-18s %8.0f bytes stated, %8.0f moved, ratio %.3f\n", function, moved.stated, moved.counted,
+           moved.counted / moved.stated);
+    CHECK(moved.stated <= moved.counted && moved.counted <= ALLOWED * moved.stated);
   }
   emu::count_traffic(false);
   gpu::profile.finish(1);
