@@ -16,17 +16,14 @@
 //   rounds: it lives in registers only.
 //   No floating-point atomics: a sum over tokens is made by a fixed number of blocks, each a fixed share, and a
 //   second kernel adds the blocks in order. Same binary, same card, same bits.
-//   C and F are multiples of 8, so that 16-byte loads never straddle a row.
+//   C and F are multiples of 8 and head sizes of 16, so that 16-byte loads never straddle a row or half a head.
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <map>
+#include <numeric>
 #include <string>
-#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -34,7 +31,7 @@
 #include "dev/common/errors.h"      // fatal, checked_mul, human_bytes
 #include "dev/common/checkpoint.h"  // checkpoint_write, Checkpoint: safetensors files
 #include "dev/common/config.h"      // Config, TENSOR_TABLE, Tensors, num_routes, bank_index
-#include "dev/common/cuda.h"        // launch, device, load8, warp_sum, NVTX_RANGE: what every kernel uses
+#include "dev/common/cuda.h"        // launch, load8, warp_sum, matmul, NVTX_RANGE: what every layer uses
 #include "data/stories.h"           // tell_story, StoryMarks: the built-in corpus and its questions
 #include "dev/common/flags.h"       // Options, parse_flags, config_from: the command line
 #include "dev/common/flops.h"       // training_flops, find_card
@@ -46,6 +43,7 @@
 namespace gpu {
 
 constexpr float EPS = 1e-6f;  // inside every rmsnorm, routes included
+constexpr float LOG2_E = 1.4426950408889634f;
 
 // ---- token embedding -----------------------------------------------------------------------------------
 
@@ -79,16 +77,20 @@ struct TokenBuckets {    // each an array of ints, on the host or on the device
 };
 // Fills `sorted` with positions, starts and ids, one after the other; returns the number of distinct tokens.
 inline size_t sort_tokens(std::vector<int>& sorted, const int* tokens, size_t BT, size_t V) {
-  std::vector<int> next(V + 1, 0);
-  for (size_t bt = 0; bt < BT; bt++) next[size_t(tokens[bt]) + 1]++;
-  std::vector<int> starts(1, 0), ids;
+  std::vector<int> count(V, 0);
+  for (size_t bt = 0; bt < BT; bt++) count[size_t(tokens[bt])]++;
+
+  std::vector<int> next(V), starts, ids;  // next: where a token's next position belongs
+  int start = 0;
   for (size_t v = 0; v < V; v++) {
-    if (next[v + 1]) {
-      ids.push_back(int(v));
-      starts.push_back(starts.back() + next[v + 1]);
-    }
-    next[v + 1] += next[v];
+    next[v] = start;
+    if (count[v] == 0) continue;
+    starts.push_back(start);
+    ids.push_back(int(v));
+    start += count[v];
   }
+  starts.push_back(start);
+
   sorted.resize(BT);
   for (size_t bt = 0; bt < BT; bt++) sorted[size_t(next[size_t(tokens[bt])]++)] = int(bt);
   sorted.insert(sorted.end(), starts.begin(), starts.end());
@@ -100,7 +102,7 @@ inline size_t sort_tokens(std::vector<int>& sorted, const int* tokens, size_t BT
 // eighth occurrence, and their sums are added in order.
 template <class floatX>
 __global__ void embedding_backward_kernel(float* dwte, const floatX* dout, TokenBuckets buckets, size_t C) {
-  __shared__ float part[8][32][8];
+  __shared__ float sums[8][32][8];
   const int lane = threadIdx.x, warp = threadIdx.y;
   const size_t c = blockIdx.y * size_t(256) + size_t(lane) * 8;
   float sum[8] = {}, v[8];
@@ -109,15 +111,17 @@ __global__ void embedding_backward_kernel(float* dwte, const floatX* dout, Token
       load8(v, dout + size_t(buckets.positions[i]) * C + c);
       for (int k = 0; k < 8; k++) sum[k] += v[k];
     }
-  for (int k = 0; k < 8; k++) part[warp][lane][k] = sum[k];
+  for (int k = 0; k < 8; k++) sums[warp][lane][k] = sum[k];
   __syncthreads();
+
   if (warp != 0 || c >= C) return;
   float* row = dwte + size_t(buckets.ids[blockIdx.x]) * C + c;
   for (int k = 0; k < 8; k++) {
-    for (int w = 1; w < 8; w++) sum[k] += part[w][lane][k];
+    for (int other = 1; other < 8; other++) sum[k] += sums[other][lane][k];
     row[k] += sum[k];
   }
 }
+
 template <class floatX>
 void embedding_backward(float* dwte,         // (Vp,C)
                         const floatX* dout,  // (BT,C)
@@ -139,6 +143,16 @@ inline size_t token_blocks(size_t each = TOKEN_BLOCKS) {
 
 // A block of so many warps; each takes one token at a time.
 constexpr int TOKEN_WARPS = 4, TOKEN_THREADS = 32 * TOKEN_WARPS;
+
+// sum (n) = the warps' shares (TOKEN_WARPS,n), which lie in shared memory, in order. All threads call it.
+__device__ inline void add_warps(float* sum, const float* shares, size_t n) {
+  __syncthreads();
+  for (size_t i = threadIdx.x; i < n; i += TOKEN_THREADS) {
+    float total = 0;
+    for (int warp = 0; warp < TOKEN_WARPS; warp++) total += shares[warp * n + i];
+    sum[i] = total;
+  }
+}
 
 // What a block sums over its tokens: one vector (C) or several, and where each total belongs.
 constexpr int MAX_SUMS = 12;
@@ -181,6 +195,7 @@ __global__ void rmsnorm_forward_kernel(floatX* x, float* rstd, const floatX* h, 
   const unsigned lane = threadIdx.x % 32;
   const size_t bt = (blockIdx.x * size_t(blockDim.x) + threadIdx.x) / 32;
   if (bt >= BT) return;
+
   float squares = 0, v[8], g[8];
   for (size_t c = size_t(lane) * 8; c < C; c += 256) {
     load8(v, h + bt * C + c);
@@ -188,6 +203,7 @@ __global__ void rmsnorm_forward_kernel(floatX* x, float* rstd, const floatX* h, 
   }
   const float r = rsqrtf(warp_sum(squares) / float(C) + EPS);
   if (lane == 0) rstd[bt] = r;
+
   for (size_t c = size_t(lane) * 8; c < C; c += 256) {
     load8(v, h + bt * C + c);
     load8(g, weight + c);
@@ -207,18 +223,17 @@ void rmsnorm_forward(floatX* x,            // (BT,C)
 
 // forward: x = weight * hhat, hhat = rstd h
 //   dhhat = weight * dx      dh = rstd (dhhat - hhat mean(dhhat * hhat))      dweight += sum_tokens dx * hhat
-// Each warp gathers its tokens' shares of dweight in shared memory, C floats.
 template <class floatX>
 __global__ void rmsnorm_backward_kernel(floatX* dh, float* rows, const floatX* dx, const floatX* h,
-                                        const float* rstd, const float* weight, bool overwrite, size_t BT,
-                                        size_t C) {
+                                        const float* rstd, const float* weight, size_t BT, size_t C) {
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  float* gathered = dynamic_shared<float>() + warp * C;
+  float* gathered = dynamic_shared<float>() + warp * C;  // this warp's share of dweight
   for (size_t c = lane; c < C; c += 32) gathered[c] = 0;
   __syncwarp();
+
   for (size_t bt = blockIdx.x * size_t(TOKEN_WARPS) + warp; bt < BT; bt += gridDim.x * size_t(TOKEN_WARPS)) {
     const float r = rstd[bt];
-    float mean = 0, v[8], d[8], g[8], sum[8];
+    float mean = 0, v[8], d[8], g[8], sum[8], out[8];
     for (size_t c = size_t(lane) * 8; c < C; c += 256) {
       load8(v, h + bt * C + c);
       load8(d, dx + bt * C + c);
@@ -226,13 +241,13 @@ __global__ void rmsnorm_backward_kernel(floatX* dh, float* rows, const floatX* d
       for (int k = 0; k < 8; k++) mean = fmaf(g[k] * d[k], r * v[k], mean);
     }
     mean = warp_sum(mean) / float(C);
+
     for (size_t c = size_t(lane) * 8; c < C; c += 256) {
       load8(v, h + bt * C + c);
       load8(d, dx + bt * C + c);
       load8(g, weight + c);
       load8(sum, gathered + c);
-      float out[8] = {};
-      if (!overwrite) load8(out, dh + bt * C + c);
+      load8(out, dh + bt * C + c);
       for (int k = 0; k < 8; k++) {
         const float hhat = r * v[k];
         out[k] += r * (g[k] * d[k] - hhat * mean);
@@ -242,154 +257,38 @@ __global__ void rmsnorm_backward_kernel(floatX* dh, float* rows, const floatX* d
       store8(gathered + c, sum);
     }
   }
-  __syncthreads();
-  const float* all = dynamic_shared<float>();
-  for (size_t c = threadIdx.x; c < C; c += blockDim.x) {
-    float sum = 0;
-    for (int other = 0; other < TOKEN_WARPS; other++) sum += all[other * C + c];
-    rows[blockIdx.x * C + c] = sum;
-  }
+  add_warps(rows + blockIdx.x * C, dynamic_shared<float>(), C);
 }
 template <class floatX>
-void rmsnorm_backward(floatX* dh,                          // (BT,C): adds, or overwrites if `overwrite`
+void rmsnorm_backward(floatX* dh,                          // (BT,C): adds
                       float* dweight,                      // (C)
                       const floatX* dx,                    // (BT,C)
                       const floatX* h, const float* rstd,  // (BT,C), (BT)
                       const float* weight,                 // (C)
-                      bool overwrite,
-                      float* rows,  // workspace (token_blocks(),C)
+                      float* rows,                         // workspace (token_blocks(),C)
                       size_t BT, size_t C) {
-  NVTX_RANGE((overwrite ? 3 : 4) * BT * C * sizeof(floatX));
+  NVTX_RANGE(4 * BT * C * sizeof(floatX));
   const size_t blocks = std::min<size_t>(ceil_div(BT, TOKEN_WARPS), token_blocks());
   launch(rmsnorm_backward_kernel<floatX>, unsigned(blocks), TOKEN_THREADS, TOKEN_WARPS * C * sizeof(float),
-         device.stream, dh, rows, dx, h, rstd, weight, overwrite, BT, C);
+         device.stream, dh, rows, dx, h, rstd, weight, BT, C);
   add_rows({dweight}, rows, blocks, C);
 }
 
 // ---- matrix products -----------------------------------------------------------------------------------
 
-// cuBLASLt is asked once per kind of product which algorithm it would take; the answer is kept. Not the fastest
-// of several by the clock: two runs could then choose differently, and round differently. Its first suggestion
-// depends on the library, the card, the shapes and the workspace's size alone, and the library promises the
-// same bits from run to run while one stream is active. Inputs are floatX, sums float32, the output floatX or
-// float32.
-template <class T>
-cudaDataType data_type() {
-  return std::is_same<T, float>::value ? CUDA_R_32F : CUDA_R_16BF;
-}
-inline unsigned alignment_of(const void* p) {  // the largest power of two up to 256 that divides the address
-  const uintptr_t address = reinterpret_cast<uintptr_t>(p) | 256;
-  return unsigned(address & (~address + 1));
-}
+// y = x W^T and its two gradients, through cuBLASLt. matmul<Out, In>(out, a, b, M, N, K, addend), in
+// dev/common/cuda.h: out (M,N) = a (M,K) b (K,N) + addend. Inputs are floatX, sums float32. {x, IC} is a view
+// of x as a matrix whose rows begin IC numbers apart. Rows that are ldo apart: Q, K and V share one packed
+// buffer.
 
-inline Product make_product(cudaDataType out_type, cudaDataType in_type, bool trans_a, bool trans_b, size_t M,
-                            size_t N, size_t K, size_t ldo, size_t lda, size_t ldb, unsigned alignment) {
-  // cuBLAS counts in columns: our row-major out = A B is its out^T = B^T A^T. B goes first, nothing moves.
-  Product product;
-  CUBLAS_CHECK(cublasLtMatmulDescCreate(&product.description, CUBLAS_COMPUTE_32F, CUDA_R_32F));
-  const cublasOperation_t op_b = trans_b ? CUBLAS_OP_T : CUBLAS_OP_N,
-                          op_a = trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
-  CUBLAS_CHECK(
-      cublasLtMatmulDescSetAttribute(product.description, CUBLASLT_MATMUL_DESC_TRANSA, &op_b, sizeof op_b));
-  CUBLAS_CHECK(
-      cublasLtMatmulDescSetAttribute(product.description, CUBLASLT_MATMUL_DESC_TRANSB, &op_a, sizeof op_a));
-  CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&product.b, in_type, trans_b ? K : N, trans_b ? N : K, int64_t(ldb)));
-  CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&product.a, in_type, trans_a ? M : K, trans_a ? K : M, int64_t(lda)));
-  CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&product.out, out_type, N, M, int64_t(ldo)));
-
-  cublasLtMatmulPreference_t preference;
-  CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
-  auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
-    CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof value));
-  };
-  prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, CUBLAS_WORKSPACE);
-  for (auto attribute :
-       {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
-        CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
-    prefer(attribute, uint32_t(alignment));
-  // A split sum may meet in the workspace, in order and in float32; not in the output, where blocks come as
-  // they please, and not in the output's type, which rounds.
-  prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
-  cublasLtMatmulHeuristicResult_t result;
-  int found = 0;
-  const cublasStatus_t status =
-      cublasLtMatmulAlgoGetHeuristic(device.cublas, product.description, product.b, product.a, product.out,
-                                     product.out, preference, 1, &result, &found);
-  if (status != CUBLAS_STATUS_SUCCESS || found == 0)
-    fatal(EXIT_ERROR, "cuBLASLt has no algorithm for a product of M %zu, N %zu, K %zu (status %d)", M, N, K,
-          int(status));
-  product.algorithm = result.algo;
-  CUBLAS_CHECK(cublasLtMatmulPreferenceDestroy(preference));
-  return product;
-}
-
-// out(M,N) = A(M,K) B(K,N) + addend, row-major. A is stored transposed if trans_a ((i,k) at a[k * lda + i]),
-// likewise B. addend: null, or (M,N) with rows ldo apart; it may be `out` itself.
-template <class Out, class In>
-void matmul(Out* out, size_t ldo, const In* a, size_t lda, bool trans_a, const In* b, size_t ldb, bool trans_b,
-            size_t M, size_t N, size_t K, const Out* addend) {
-  const unsigned alignment =
-      std::min({alignment_of(out), alignment_of(a), alignment_of(b), alignment_of(addend)});
-  const int kind =
-      trans_a + 2 * trans_b + 4 * (data_type<Out>() == CUDA_R_32F) + 8 * (data_type<In>() == CUDA_R_32F);
-  const ProductKey key(M, N, K, ldo, lda, ldb, kind, alignment);
-  auto found = device.products.find(key);
-  if (found == device.products.end())
-    found = device.products
-                .emplace(key, make_product(data_type<Out>(), data_type<In>(), trans_a, trans_b, M, N, K, ldo,
-                                           lda, ldb, alignment))
-                .first;
-  const Product& product = found->second;
-  const float one = 1, beta = addend ? 1 : 0;
-  CUBLAS_CHECK(cublasLtMatmul(device.cublas, product.description, &one, b, product.b, a, product.a, &beta,
-                              addend ? addend : out, product.out, out, product.out, &product.algorithm,
-                              device.workspace, CUBLAS_WORKSPACE, device.stream));
-}
-
-// What this card reaches, to set a share of its maker's peak beside: operations a second of one large product
-// (n,n) (n,n) in bf16, the median of five. Random numbers: a card may run faster over zeros.
-inline double measure_matrix_rate(size_t n) {
-  std::vector<bf16> numbers(n * n);
-  for (size_t i = 0; i < numbers.size(); i++)
-    numbers[i] = i < 65521 ? __float2bfloat16(normal(1, STREAM_TEST, i)) : numbers[i - 65521];
-  bf16 *a = device_array<bf16>(n * n, "a product to measure"), *out = device_array<bf16>(n * n, "its result");
-  bf16* addend = nullptr;
-  upload(a, numbers.data(), n * n);
-  cudaEvent_t begin, end;
-  CUDA_CHECK(cudaEventCreate(&begin));
-  CUDA_CHECK(cudaEventCreate(&end));
-  std::vector<float> ms(5);
-  for (int run = -2; run < 5; run++) {  // the first two find the algorithm and wake the card
-    CUDA_CHECK(cudaEventRecord(begin, device.stream));
-    matmul(out, n, a, n, false, a, n, true, n, n, n, addend);
-    CUDA_CHECK(cudaEventRecord(end, device.stream));
-    CUDA_CHECK(cudaEventSynchronize(end));
-    if (run >= 0) CUDA_CHECK(cudaEventElapsedTime(&ms[size_t(run)], begin, end));
-  }
-  CUDA_CHECK(cudaEventDestroy(begin));
-  CUDA_CHECK(cudaEventDestroy(end));
-  CUDA_CHECK(cudaFree(a));
-  CUDA_CHECK(cudaFree(out));
-  std::sort(ms.begin(), ms.end());
-  return 2 * double(n) * double(n) * double(n) / (double(ms[2]) * 1e-3);
-}
-
-inline Work product_work(size_t M, size_t N, size_t K) {
-  Work work(0, 2 * double(M) * double(N) * double(K));
-  work.M = M;
-  work.N = N;
-  work.K = K;
-  return work;
-}
-
-// out = x w^T (+ addend); rows of out and addend stand ldo apart: Q, K and V share one packed buffer.
+// out = x w^T (+ addend, its rows as far apart as out's)
 template <class floatX>
 void matmul_forward(floatX* out,      // (BT,OC), rows ldo apart
                     const floatX* x,  // (BT,IC)
                     const floatX* w,  // (OC,IC)
                     size_t BT, size_t IC, size_t OC, size_t ldo, const floatX* addend = nullptr) {
-  NVTX_RANGE(product_work(BT, OC, IC));
-  matmul(out, ldo, x, IC, false, w, IC, true, BT, OC, IC, addend);
+  NVTX_RANGE(BT, OC, IC);
+  matmul<floatX, floatX>({out, ldo}, {x, IC}, transposed(w, IC), BT, OC, IC, addend);
 }
 
 // forward: out = x w^T       dx = dout w      dw += dout^T x
@@ -399,25 +298,27 @@ void matmul_backward_input(floatX* dx,          // (BT,IC); adds if add_dx
                            const floatX* dout,  // (BT,OC), rows ldo apart
                            const floatX* w,     // (OC,IC)
                            size_t BT, size_t IC, size_t OC, size_t ldo, bool add_dx = false) {
-  NVTX_RANGE(product_work(BT, IC, OC));
-  matmul(dx, IC, dout, ldo, false, w, IC, false, BT, IC, OC, add_dx ? dx : nullptr);
+  NVTX_RANGE(BT, IC, OC);
+  matmul<floatX, floatX>({dx, IC}, {dout, ldo}, {w, IC}, BT, IC, OC, add_dx ? dx : nullptr);
 }
 template <class floatX>
 void matmul_backward_weight(float* dw,           // (OC,IC)
                             const floatX* dout,  // (BT,OC), rows ldo apart
                             const floatX* x,     // (BT,IC)
                             size_t BT, size_t IC, size_t OC, size_t ldo) {
-  NVTX_RANGE(product_work(OC, IC, BT));
-  matmul(dw, IC, dout, ldo, true, x, IC, false, OC, IC, BT, dw);
+  NVTX_RANGE(OC, IC, BT);
+  matmul<float, floatX>({dw, IC}, transposed(dout, ldo), {x, IC}, OC, IC, BT, dw);
 }
 
 // ---- depth route: a softmax read over the sources, per token -------------------------------------------
 //
-// The layer moves much and computes little, so all that counts is what is asked of memory, and of the caches.
-// One warp reads one token: every source once, for both routes, whose mixes stay in registers. It walks from
-// token to token, so query * gain can stay in registers too, and the next sources are always on their way to
+// The layer moves much and computes little, so what counts is what is asked of memory and of the caches. One
+// warp reads one token: every source once, for both routes, whose mixes stay in registers. It walks from token
+// to token, so w = query * gain can stay in registers too, and the next sources are always on their way to
 // shared memory. The norm that follows every route is folded in, and so are the CPU file's source_rstd and
 // route_mix: whoever has a source in registers needs no other kernel to square it or to mix it again.
+
+constexpr size_t MAX_SOURCES = 32;  // one for each lane of a warp
 
 // The sources of site i: slots 0, S, 2S, ... of the stream, and slot i itself, which comes last.
 template <class floatX>
@@ -426,7 +327,9 @@ struct Sources {
   float* rstd;  // (2L+1, BT): 1 / rms of each slot, written by the first site that reads it: site i for slot i
   size_t S, i;
   __host__ __device__ size_t K() const { return 1 + (i + S - 1) / S; }
-  __host__ __device__ unsigned slot(unsigned j) const { return unsigned(j * S < i ? j * S : i); }
+  __host__ __device__ unsigned slot(unsigned j) const {
+    return j * unsigned(S) < unsigned(i) ? j * unsigned(S) : unsigned(i);
+  }
 };
 
 // A row of C numbers in a warp: lane l holds the four from 4 l on of every 128, NV times; zeros after the end.
@@ -476,19 +379,20 @@ __device__ inline float row_dot(const Row<NV>& a, const Row<NV>& b) {  // this l
 constexpr size_t MAX_ROUTE_WIDTH = 1024;  // wider rows do not fit into registers
 template <class F>
 void with_vectors(size_t C, F f) {
-  if (C % 8 != 0 || C == 0 || C > MAX_ROUTE_WIDTH)
-    fatal(EXIT_ERROR, "width %zu: the GPU's depth routes need a multiple of 8, at most %zu", C,
-          MAX_ROUTE_WIDTH);
-  if (C <= 128)
-    f(std::integral_constant<int, 1>());
-  else if (C <= 384)
-    f(std::integral_constant<int, 3>());
-  else if (C <= 640)
-    f(std::integral_constant<int, 5>());
-  else if (C <= 896)
-    f(std::integral_constant<int, 7>());
-  else
-    f(std::integral_constant<int, 8>());
+  if (C <= 128) return f(std::integral_constant<int, 1>());
+  if (C <= 384) return f(std::integral_constant<int, 3>());
+  if (C <= 640) return f(std::integral_constant<int, 5>());
+  if (C <= 896) return f(std::integral_constant<int, 7>());
+  f(std::integral_constant<int, 8>());
+}
+// Calls f with the number of routes and of what the sublayer reads (one if it reads the average of two mixes).
+template <class F>
+void with_routes(size_t R, bool average, F f) {
+  using One = std::integral_constant<int, 1>;
+  using Two = std::integral_constant<int, 2>;
+  if (R == 1) return f(One(), One());
+  if (average) return f(Two(), One());
+  f(Two(), Two());
 }
 // Blocks that a multiprocessor must have registers for: what token_blocks counts on, but for the widest rows
 constexpr int route_blocks(int NV) { return NV <= 7 ? TOKEN_BLOCKS : 1; }
@@ -503,9 +407,12 @@ struct Ring {
   static constexpr unsigned LOAD = 16 / sizeof(floatX);
   const RowAt& row_at;
   floatX* slots;  // (SLOTS, NV * 128), of this warp
-  unsigned BT, C, bt, step, count, n = 0, slot = 0;
+  unsigned BT, C;
+  unsigned bt, step,
+      count;  // the token that rows are sent for; from one of the walk to the next; rows of a token
+  unsigned n = 0, slot = 0;  // the next row of that token, and its place in the ring
 
-  __device__ void send() {  // for the next row
+  __device__ void send() {  // starts the copy of the next row
     if (bt < BT) {
       const floatX* row = row_at(bt, n);
 #pragma unroll
@@ -533,111 +440,124 @@ struct Ring {
   }
 };
 
-// w = query * gain, (R,C) float32, once after every update; a null query is one held at zero. Backward, once a
-// micro-batch: dquery += gain * dw, dgain += query * dw. One thread per channel.
-struct Fold {
+// Kernels read w = query * gain from arrays called `queries`, made once after every update; a null query is one
+// held at zero. Backward, once a micro-batch: dquery += gain * dw, dgain += query * dw. One thread per channel.
+struct Fold {  // (C) each; the gradients may be null
   const float *query, *gain;
   float *dquery, *dgain;
-};  // (C) each; the gradients may be null
-__global__ void fold_gain_kernel(float* w, const Fold* folds, size_t C) {
+};
+__global__ void fold_gain_kernel(float* queries, const Fold* folds, size_t C) {
   const size_t c = blockIdx.x * size_t(blockDim.x) + threadIdx.x;
   const Fold fold = folds[blockIdx.y];
-  if (c < C) w[blockIdx.y * C + c] = fold.query ? fold.query[c] * fold.gain[c] : 0.0f;
+  if (c < C) queries[blockIdx.y * C + c] = fold.query ? fold.query[c] * fold.gain[c] : 0.0f;
 }
-inline void fold_gain(float* w,           // (routes,C)
+inline void fold_gain(float* queries,     // (routes,C)
                       const Fold* folds,  // (routes), device memory
                       size_t routes, size_t C) {
   NVTX_RANGE();
-  launch(fold_gain_kernel, dim3(ceil_div(C, 128), unsigned(routes)), 128, 0, device.stream, w, folds, C);
+  launch(fold_gain_kernel, dim3(ceil_div(C, 128), unsigned(routes)), 128, 0, device.stream, queries, folds, C);
 }
 // Two routes of one site share a gain, so a thread walks over the routes in order.
-__global__ void fold_gain_backward_kernel(const float* dw, const Fold* folds, size_t routes, size_t C) {
+__global__ void fold_gain_backward_kernel(const float* dqueries, const Fold* folds, size_t routes, size_t C) {
   const size_t c = blockIdx.x * size_t(blockDim.x) + threadIdx.x;
   if (c >= C) return;
   for (size_t r = 0; r < routes; r++) {
     const Fold fold = folds[r];
     if (!fold.dquery) continue;
-    fold.dquery[c] += fold.gain[c] * dw[r * C + c];
-    fold.dgain[c] += fold.query[c] * dw[r * C + c];
+    fold.dquery[c] += fold.gain[c] * dqueries[r * C + c];
+    fold.dgain[c] += fold.query[c] * dqueries[r * C + c];
   }
 }
-inline void fold_gain_backward(const float* dw,    // (routes,C)
-                               const Fold* folds,  // (routes), device memory; adds to dquery, dgain
+inline void fold_gain_backward(const float* dqueries,  // (routes,C)
+                               const Fold* folds,      // (routes), device memory; adds to dquery, dgain
                                size_t routes, size_t C) {
   NVTX_RANGE();
-  launch(fold_gain_backward_kernel, ceil_div(C, 64), 64, 0, device.stream, dw, folds, routes, C);
+  launch(fold_gain_backward_kernel, ceil_div(C, 64), 64, 0, device.stream, dqueries, folds, routes, C);
 }
 
 // z_j = r_j (w . s_j), p = softmax(z), h = sum_j p_j s_j, x = norm * rmsnorm(h), for R routes in one pass: each
-// source is read once and serves all of them. The softmax is online: top and sum of the logits so far; when top
-// rises, what has been gathered shrinks. The last source's 1 / rms is computed here and kept; the others' are
-// known. With `average` the mean of the two mixes is normalised, and there is one x.
-template <class floatX, int NV, int R>
+// source is read once and serves all of them. The softmax is online, and in base 2: top and sum of the logits
+// so far; when top rises, what has been gathered shrinks. The last source's 1 / rms is computed here and kept;
+// the others' are known. With one input for two routes the mean of the two mixes is normalised.
+template <class floatX, int NV, int R, int INPUTS>
 __global__ void __launch_bounds__(TOKEN_THREADS, route_blocks(NV))
-    route_forward_kernel(floatX* x, float* p, Sources<floatX> sources, const float* w, const float* norm,
-                         bool average, size_t BT, size_t C, size_t ldp) {
-  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const unsigned K = unsigned(sources.K()), start = blockIdx.x * TOKEN_WARPS + warp,
-                 step = gridDim.x * TOKEN_WARPS;
+    route_forward_kernel(floatX* x, float* p, Sources<floatX> sources, const float* queries, const float* norm,
+                         size_t BT, size_t C, size_t ldp) {
+  const unsigned lane = threadIdx.x % 32, K = unsigned(sources.K());
+  const unsigned warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0);  // so the compiler sees: one for all lanes
+  const unsigned start = blockIdx.x * TOKEN_WARPS + warp, step = gridDim.x * TOKEN_WARPS;
   const auto row_at = [&](unsigned bt, unsigned j) { return sources.stream + (sources.slot(j) * BT + bt) * C; };
   floatX* slots = dynamic_shared<floatX>() + warp * SLOTS<floatX> * NV * 128;
   Ring<floatX, NV, decltype(row_at)> ring = {row_at, slots, unsigned(BT), unsigned(C), start, step, K};
   ring.start();
-  Row<NV> query[R];  // times gain
+  Row<NV> query[R];  // times gain and log2(e)
 #pragma unroll
-  for (int r = 0; r < R; r++) load_row(query[r], w + r * C, C);
+  for (int r = 0; r < R; r++) {
+    load_row(query[r], queries + r * C, C);
+    scale_row<NV>(query[r], LOG2_E);
+  }
+
   for (unsigned bt = start; bt < BT; bt += step) {
     Row<NV> h[R] = {}, s;
-    float top[R], sum[R] = {}, rstd = 0;
+    float top[R], sum[R] = {}, logit[R];  // logit: lane j keeps that of source j
 #pragma unroll
-    for (int r = 0; r < R; r++) top[r] = -INFINITY;
+    for (int r = 0; r < R; r++) top[r] = logit[r] = -INFINITY;
+    const float rstd = lane + 1 < K ? sources.rstd[sources.slot(lane) * BT + bt] : 0.0f;  // of source `lane`
     for (unsigned j = 0; j < K; j++) {
       ring.next(s);
-      if (j % 32 == 0) rstd = j + lane + 1 < K ? sources.rstd[sources.slot(j + lane) * BT + bt] : 0.0f;
-      float rj = __shfl_sync(ALL_LANES, rstd, int(j % 32));
+      float rj = __shfl_sync(ALL_LANES, rstd, int(j));
       if (j + 1 == K) {
         rj = rsqrtf(warp_sum(row_dot<NV>(s, s)) / float(C) + EPS);
         if (lane == 0) sources.rstd[sources.i * BT + bt] = rj;
       }
+      float z[R];
+#pragma unroll
+      for (int r = 0; r < R; r++) z[r] = warp_sum(row_dot<NV>(query[r], s));
+      bool rises = false;
 #pragma unroll
       for (int r = 0; r < R; r++) {
-        const float zj = rj * warp_sum(row_dot<NV>(query[r], s));
-        if (zj > top[r]) {
-          const float shrink = expf(top[r] - zj);
-          top[r] = zj;
+        z[r] *= rj;
+        if (lane == j) logit[r] = z[r];
+        rises |= z[r] > top[r];
+      }
+      if (rises) {
+#pragma unroll
+        for (int r = 0; r < R; r++) {
+          const float new_top = fmaxf(top[r], z[r]), shrink = exp2_flushed(top[r] - new_top);
+          top[r] = new_top;
           sum[r] *= shrink;
           scale_row<NV>(h[r], shrink);
         }
-        const float e = expf(zj - top[r]);
+      }
+#pragma unroll
+      for (int r = 0; r < R; r++) {
+        const float e = exp2_flushed(z[r] - top[r]);
         sum[r] += e;
         add_row<NV>(h[r], e, s);
-        // Lane j keeps logit j in the place of p_j, until top and sum are final.
-        if (lane == j % 32) p[(r * BT + bt) * ldp + j] = zj;
       }
     }
+
 #pragma unroll
     for (int r = 0; r < R; r++) {
       const float scale = 1 / sum[r];
       scale_row<NV>(h[r], scale);
-      float* weights = p + (r * BT + bt) * ldp;
-      for (unsigned j = lane; j < K; j += 32) weights[j] = expf(weights[j] - top[r]) * scale;
+      if (lane < K) p[(r * BT + bt) * ldp + lane] = exp2_flushed(logit[r] - top[r]) * scale;
     }
-    if (average) {
+    if (INPUTS < R) {
       add_row<NV>(h[0], 1, h[R - 1]);
       scale_row<NV>(h[0], 0.5f);
     }
-    float scale[R];
+    float scale[INPUTS];
 #pragma unroll
-    for (int r = 0; r < R; r++) scale[r] = rsqrtf(warp_sum(row_dot<NV>(h[r], h[r])) / float(C) + EPS);
+    for (int n = 0; n < INPUTS; n++) scale[n] = rsqrtf(warp_sum(row_dot<NV>(h[n], h[n])) / float(C) + EPS);
     for_each_four<NV>(C, [&](int v, unsigned c) {
       float g[4], out[4];
       load4(g, norm + c);
 #pragma unroll
-      for (int r = 0; r < R; r++) {
-        if (average && r > 0) break;
+      for (int n = 0; n < INPUTS; n++) {
 #pragma unroll
-        for (int k = 0; k < 4; k++) out[k] = g[k] * (scale[r] * h[r][v][k]);
-        store4(x + (r * BT + bt) * C + c, out);
+        for (int k = 0; k < 4; k++) out[k] = g[k] * (scale[n] * h[n][v][k]);
+        store4(x + (n * BT + bt) * C + c, out);
       }
     });
   }
@@ -646,20 +566,18 @@ template <class floatX>
 void route_forward(floatX* x,                       // (R,BT,C), one if average: the normalised mixes
                    float* p,                        // (R,BT, ldp >= K)
                    const Sources<floatX>& sources,  // K times (BT,C); rstd of the last is written
-                   const float* w,                  // (R,C): query * gain
+                   const float* queries,            // (R,C): query * gain
                    const float* norm,               // (C)
                    bool average, size_t BT, size_t C, size_t ldp, size_t R) {
   NVTX_RANGE(double(sources.K() + (average ? 1 : R)) * BT * C * sizeof(floatX));
+  const size_t blocks = std::min<size_t>(ceil_div(BT, TOKEN_WARPS), token_blocks());
   with_vectors(C, [&](auto NV) {
-    constexpr int N = decltype(NV)::value;
-    const size_t blocks = std::min<size_t>(ceil_div(BT, TOKEN_WARPS), token_blocks());
-    const size_t smem = TOKEN_WARPS * ring_bytes(N);
-    if (R == 1)
-      launch(route_forward_kernel<floatX, N, 1>, unsigned(blocks), TOKEN_THREADS, smem, device.stream, x, p,
-             sources, w, norm, false, BT, C, ldp);
-    else
-      launch(route_forward_kernel<floatX, N, 2>, unsigned(blocks), TOKEN_THREADS, smem, device.stream, x, p,
-             sources, w, norm, average, BT, C, ldp);
+    with_routes(R, average, [&](auto routes, auto inputs) {
+      launch(
+          route_forward_kernel<floatX, decltype(NV)::value, decltype(routes)::value, decltype(inputs)::value>,
+          unsigned(blocks), TOKEN_THREADS, TOKEN_WARPS * ring_bytes(decltype(NV)::value), device.stream, x, p,
+          sources, queries, norm, BT, C, ldp);
+    });
   });
 }
 
@@ -670,28 +588,29 @@ void route_forward(floatX* x,                       // (R,BT,C), one if average:
 // The earlier sublayers of this block need the gradient of the running partial next, so its share is added now:
 //   ds += p dh + dz r (w - s r z / C)      dw += sum_tokens dz r s
 // The finished sources wait: see route_backward_bank. One read of the sources, as in the forward. Each warp
-// gathers its tokens' shares of dnorm and dw in shared memory, (1 + R, C) floats, its own until the end.
+// gathers its tokens' shares of dnorm and dw in shared memory, its own until the end.
 __device__ inline void gather4(float* sum, const float (&value)[4]) {
-  float old[4];
-  load4(old, sum);
+  float total[4];
+  load4(total, sum);
 #pragma unroll
-  for (int k = 0; k < 4; k++) old[k] += value[k];
-  store4(sum, old);
+  for (int k = 0; k < 4; k++) total[k] += value[k];
+  store4(sum, total);
 }
 
-// The mixes h once more. Ends with the last source in s and its weights in pj.
+// The mixes h once more. Leaves the last source in s and its weights in p_last.
 template <int NV, int R, class Ring>
-__device__ inline void mix_again(Row<NV> (&h)[R], Row<NV>& s, float (&pj)[R], Ring& ring, const float* p,
+__device__ inline void mix_again(Row<NV> (&h)[R], Row<NV>& s, float (&p_last)[R], Ring& ring, const float* p,
                                  unsigned bt, unsigned K, size_t BT, size_t ldp) {
   const unsigned lane = threadIdx.x % 32;
-  float weights[R] = {};  // lane j: p_j
+  float weights[R];  // lane j: p_j
+#pragma unroll
+  for (int r = 0; r < R; r++) weights[r] = lane < K ? p[(r * BT + bt) * ldp + lane] : 0.0f;
   for (unsigned j = 0; j < K; j++) {
     ring.next(s);
 #pragma unroll
     for (int r = 0; r < R; r++) {
-      if (j % 32 == 0) weights[r] = j + lane < K ? p[(r * BT + bt) * ldp + j + lane] : 0.0f;
-      pj[r] = __shfl_sync(ALL_LANES, weights[r], int(j % 32));
-      add_row<NV>(h[r], pj[r], s);
+      p_last[r] = __shfl_sync(ALL_LANES, weights[r], int(j));
+      add_row<NV>(h[r], p_last[r], s);
     }
   }
 }
@@ -713,6 +632,7 @@ __device__ inline void mix_norm_backward(Row<NV>& d, floatX* x, float* dnorm, Mi
   });
   const float rstd = rsqrtf(warp_sum(squares) / float(C) + EPS);
   mean = rstd * warp_sum(mean) / float(C);
+
   for_each_four<NV>(C, [&](int v, unsigned c) {
     float g[4], out[4], to_dnorm[4];
     load4(g, norm + c);
@@ -728,36 +648,37 @@ __device__ inline void mix_norm_backward(Row<NV>& d, floatX* x, float* dnorm, Mi
   });
 }
 
-// The last source, a running partial: what the routes owe is added to ds, its gradient so far, and to dw.
+// The last source, a running partial, with weights p. Adds what the routes owe to ds, its gradient, and to dw.
 template <int NV, int R>
-__device__ inline void partial_backward(Row<NV>& ds, float* dw, const Row<NV>& s, const Row<NV> (&dh)[R],
-                                        const float (&pj)[R], const float (&dp)[R], const float (&delta)[R],
-                                        float rj, const float* w, size_t C) {
+__device__ inline void partial_backward(Row<NV>& ds, float* dqueries, const Row<NV>& s, const Row<NV> (&dh)[R],
+                                        const float (&p)[R], const float (&dp)[R], const float (&delta)[R],
+                                        float rstd, const float* queries, size_t C) {
   float z[R] = {}, dzr[R], shrink = 0, query[4];  // times gain
 #pragma unroll
   for (int r = 0; r < R; r++) {
     for_each_four<NV>(C, [&](int v, unsigned c) {
-      load4(query, w + r * C + c);
+      load4(query, queries + r * C + c);
 #pragma unroll
       for (int k = 0; k < 4; k++) z[r] = fmaf(query[k], s[v][k], z[r]);
     });
-    z[r] = rj * warp_sum(z[r]);
-    dzr[r] = pj[r] * (dp[r] - delta[r]) * rj;
-    shrink = fmaf(dzr[r] * rj, z[r] / float(C), shrink);
+    z[r] = rstd * warp_sum(z[r]);
+    dzr[r] = p[r] * (dp[r] - delta[r]) * rstd;
+    shrink = fmaf(dzr[r] * rstd, z[r] / float(C), shrink);
   }
+
   for_each_four<NV>(C, [&](int v, unsigned c) {
 #pragma unroll
     for (int k = 0; k < 4; k++) ds[v][k] = fmaf(-shrink, s[v][k], ds[v][k]);
 #pragma unroll
     for (int r = 0; r < R; r++) {
       float to_dw[4];
-      load4(query, w + r * C + c);
+      load4(query, queries + r * C + c);
 #pragma unroll
       for (int k = 0; k < 4; k++) {
-        ds[v][k] = fmaf(pj[r], dh[r][v][k], fmaf(dzr[r], query[k], ds[v][k]));
+        ds[v][k] = fmaf(p[r], dh[r][v][k], fmaf(dzr[r], query[k], ds[v][k]));
         to_dw[k] = dzr[r] * s[v][k];
       }
-      gather4(dw + r * C + c, to_dw);
+      gather4(dqueries + r * C + c, to_dw);
     }
   });
 }
@@ -765,35 +686,38 @@ __device__ inline void partial_backward(Row<NV>& ds, float* dw, const Row<NV>& s
 template <class floatX, int NV, int R, int INPUTS>
 __global__ void __launch_bounds__(TOKEN_THREADS, route_blocks(NV))
     route_backward_kernel(floatX* dh, floatX* x, float* delta, floatX* dpartial, float* rows,
-                          Sources<floatX> sources, const float* p, const float* w, const float* norm,
-                          bool overwrite, size_t BT, size_t C, size_t ldp) {
+                          Sources<floatX> sources, const float* p, const float* queries, const float* norm,
+                          size_t BT, size_t C, size_t ldp) {
   constexpr bool average = INPUTS < R;
-  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const unsigned K = unsigned(sources.K()), start = blockIdx.x * TOKEN_WARPS + warp,
-                 step = gridDim.x * TOKEN_WARPS;
-  float* all = dynamic_shared<float>();  // (TOKEN_WARPS, 1+R, C): dnorm and dw
-  float* gathered = all + warp * ((1 + R) * C);
-  floatX* rings = reinterpret_cast<floatX*>(all + TOKEN_WARPS * ((1 + R) * C));
-  const auto row_at = [&](unsigned bt, unsigned n) -> const floatX* {  // sources, dx, the partial's gradient
-    return n < K            ? sources.stream + (sources.slot(n) * BT + bt) * C
-           : n < K + INPUTS ? dh + ((n - K) * BT + bt) * C
-                            : dpartial + bt * C;
+  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32, K = unsigned(sources.K());
+  const unsigned start = blockIdx.x * TOKEN_WARPS + warp, step = gridDim.x * TOKEN_WARPS;
+  const size_t gathered = (1 + R) * C;      // dnorm and dw
+  float* shares = dynamic_shared<float>();  // (TOKEN_WARPS, 1+R, C)
+  float* dnorm = shares + warp * gathered;
+  float* dqueries = dnorm + C;
+  floatX* rings = reinterpret_cast<floatX*>(shares + TOKEN_WARPS * gathered);
+  const auto row_at = [&](unsigned bt, unsigned n) -> const floatX* {
+    if (n < K) return sources.stream + (sources.slot(n) * BT + bt) * C;
+    if (n < K + INPUTS) return dh + ((n - K) * BT + bt) * C;  // dx still
+    return dpartial + bt * C;
   };
+  const unsigned rows_of_token = K + INPUTS + (dpartial != nullptr);
   Ring<floatX, NV, decltype(row_at)> ring = {
-      row_at, rings + warp * SLOTS<floatX> * NV * 128, unsigned(BT), unsigned(C), start,
-      step,   K + INPUTS + (dpartial && !overwrite)};
+      row_at, rings + warp * SLOTS<floatX> * NV * 128, unsigned(BT), unsigned(C), start, step, rows_of_token};
   ring.start();
   for (int vector = 0; vector <= R; vector++)
-    for_each_four<NV>(C, [&](int, unsigned c) { store4(gathered + vector * C + c, {0, 0, 0, 0}); });
+    for_each_four<NV>(C, [&](int, unsigned c) { store4(dnorm + vector * C + c, {0, 0, 0, 0}); });
+
   for (unsigned bt = start; bt < BT; bt += step) {
     Row<NV> h[R] = {}, s, d;
-    float pj[R], deltas[R] = {}, dp[R] = {};  // dh . h and dh . s
-    mix_again(h, s, pj, ring, p, bt, K, BT, ldp);
+    float p_last[R], deltas[R] = {}, dp[R] = {};  // dh . h and dh . s
+    mix_again(h, s, p_last, ring, p, bt, K, BT, ldp);
+
 #pragma unroll
     for (int n = 0; n < INPUTS; n++) {  // of the sublayer
       ring.next(d);
       const auto mix = [&](int v, int k) { return average ? (h[0][v][k] + h[R - 1][v][k]) / 2 : h[n][v][k]; };
-      mix_norm_backward<floatX>(d, x + (n * BT + bt) * C, gathered, mix, norm, average ? 0.5f : 1.0f, C);
+      mix_norm_backward<floatX>(d, x + (n * BT + bt) * C, dnorm, mix, norm, average ? 0.5f : 1.0f, C);
 #pragma unroll
       for (int r = 0; r < R; r++) {
         if (r != n && !average) continue;
@@ -807,57 +731,40 @@ __global__ void __launch_bounds__(TOKEN_THREADS, route_blocks(NV))
         });
       }
     }
+
     if (!dpartial) continue;
-    if (overwrite)
-      load_row(d, dpartial, 0);  // zeros
-    else
-      ring.next(d);
-    partial_backward(d, gathered + C, s, h, pj, dp, deltas, sources.rstd[sources.i * BT + bt], w, C);
+    ring.next(d);
+    partial_backward(d, dqueries, s, h, p_last, dp, deltas, sources.rstd[sources.i * BT + bt], queries, C);
     for_each_four<NV>(C, [&](int v, unsigned c) { store4(dpartial + bt * C + c, d[v]); });
   }
-  __syncthreads();
-  for (size_t i = threadIdx.x; i < (1 + R) * C; i += TOKEN_THREADS) {
-    float sum = 0;
-    for (int other = 0; other < TOKEN_WARPS; other++) sum += all[other * ((1 + R) * C) + i];
-    rows[blockIdx.x * ((1 + R) * C) + i] = sum;
-  }
+  add_warps(rows + blockIdx.x * gathered, shares, gathered);
 }
 template <class floatX>
 void route_backward(
     floatX* dh,        // (R,BT,C): holds dx of every input (one if average), becomes dh of every route
     floatX* x,         // (R,BT,C): the normalised mixes again
     float* delta,      // (R,BT)
-    floatX* dpartial,  // (BT,C): adds, or overwrites if `overwrite`; null: no source is a running partial
+    floatX* dpartial,  // (BT,C): adds; null: no source is a running partial
     float* dnorm,      // (C)
-    float* dw,         // (R,C): of query * gain, from the running partial alone
-    const Sources<floatX>& sources, const float* p, const float* w, const float* norm, bool average,
-    bool overwrite,
+    float* dqueries,   // (R,C): of query * gain, from the running partial alone
+    const Sources<floatX>& sources, const float* p, const float* queries, const float* norm, bool average,
     float* rows,  // workspace (token_blocks(), 1 + R, C)
     size_t BT, size_t C, size_t ldp, size_t R) {
   const size_t blocks = std::min<size_t>(ceil_div(BT, TOKEN_WARPS), token_blocks());
-  const size_t inputs = average ? 1 : R, partial = !dpartial   ? 0
-                                                   : overwrite ? 1
-                                                               : 2;  // dx in and x out; dh out
-  NVTX_RANGE(double(sources.K() + 2 * inputs + R + partial) * BT * C * sizeof(floatX));
+  // Sources in; dx in and x out of every input; dh out of every route; dpartial, if there, in and out.
+  const size_t partial = dpartial ? 2 : 0;
+  NVTX_RANGE(double(sources.K() + 2 * (average ? 1 : R) + R + partial) * BT * C * sizeof(floatX));
   with_vectors(C, [&](auto NV) {
-    constexpr int N = decltype(NV)::value;
-    const size_t smem = TOKEN_WARPS * ((1 + R) * C * sizeof(float) + ring_bytes(N));
-    auto run = [&](auto R, auto INPUTS) {
-      launch(route_backward_kernel<floatX, N, decltype(R)::value, decltype(INPUTS)::value>, unsigned(blocks),
-             TOKEN_THREADS, smem, device.stream, dh, x, delta, dpartial, rows, sources, p, w, norm, overwrite,
-             BT, C, ldp);
-    };
-    using One = std::integral_constant<int, 1>;
-    using Two = std::integral_constant<int, 2>;
-    if (R == 1)
-      run(One(), One());
-    else if (average)
-      run(Two(), One());
-    else
-      run(Two(), Two());
+    with_routes(R, average, [&](auto routes, auto inputs) {
+      launch(
+          route_backward_kernel<floatX, decltype(NV)::value, decltype(routes)::value, decltype(inputs)::value>,
+          unsigned(blocks), TOKEN_THREADS,
+          TOKEN_WARPS * ((1 + R) * C * sizeof(float) + ring_bytes(decltype(NV)::value)), device.stream, dh, x,
+          delta, dpartial, rows, sources, p, queries, norm, BT, C, ldp);
+    });
   });
   std::vector<float*> totals = {dnorm};
-  for (size_t r = 0; r < R; r++) totals.push_back(dw + r * C);
+  for (size_t r = 0; r < R; r++) totals.push_back(dqueries + r * C);
   add_rows(totals, rows, blocks, C);
 }
 
@@ -875,18 +782,72 @@ struct RouteList {  // the routes that the kernel works on: numbers into p, w an
   int count = 0;
   int number[MAX_ROUTE_LIST] = {};
 };
+
+// What a route has in shared memory, of floats: w (width), coefficients (3,4), shares (8,warps); and of floatX:
+// this token's dh and the next one's, (width) each. width: the channels of all threads, beyond C too.
+inline size_t bank_bytes(size_t warps, size_t element) {
+  const size_t width = 128 * warps;
+  return (width + 12 + 8 * warps) * sizeof(float) + 2 * width * element;
+}
+
+// This thread's part of dh . s_n, in sums[n], and of w . s_n, in sums[4 + n], for four sources.
+__device__ inline void four_dots(float (&sums)[8], const float (&dh)[4], const float (&query)[4],
+                                 const float (&s)[4][4]) {
+#pragma unroll
+  for (int n = 0; n < 4; n++)
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      sums[n] = fmaf(dh[k], s[n][k], sums[n]);
+      sums[4 + n] = fmaf(query[k], s[n][k], sums[4 + n]);
+    }
+}
+
+// The factors of dh, w and -s in ds of one source and route, to places 0, 4 and 8, from the warps' shares.
+__device__ inline void bank_coefficients(float* coefficients, const float* shares, unsigned warps, float p,
+                                         float delta, float rstd, size_t C) {
+  float dp = 0, z = 0;
+  for (unsigned warp = 0; warp < warps; warp++) {
+    dp += shares[warp];
+    z += shares[warp + 4 * warps];
+  }
+  const float dzr = p * (dp - delta) * rstd;
+  coefficients[0] = p;
+  coefficients[4] = dzr;
+  coefficients[8] = dzr * rstd * (rstd * z) / float(C);
+}
+
+// Adds what one route owes to ds of four sources, but for the part along s, whose factors gather in `shrink`.
+__device__ inline void add_route(float (&ds)[4][4], float (&dqueries)[4], float (&shrink)[4],
+                                 const float* coefficients, const float (&dh)[4], const float (&query)[4],
+                                 const float (&s)[4][4]) {
+  float times_dh[4], times_query[4], times_s[4];
+  load4(times_dh, coefficients);
+  load4(times_query, coefficients + 4);
+  load4(times_s, coefficients + 8);
+#pragma unroll
+  for (int n = 0; n < 4; n++) {
+    shrink[n] += times_s[n];
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      ds[n][k] = fmaf(times_dh[n], dh[k], fmaf(times_query[n], query[k], ds[n][k]));
+      dqueries[k] = fmaf(times_query[n], s[n][k], dqueries[k]);
+    }
+  }
+}
+
 template <class floatX, int RMAX>
 __global__ void __launch_bounds__(32 * BANK_WARPS)
     route_backward_bank_kernel(floatX* dbank, float* rows, const floatX* dh, const float* delta,
-                               Sources<floatX> sources, const float* p, const float* w, RouteList routes,
+                               Sources<floatX> sources, const float* p, const float* queries, RouteList routes,
                                bool overwrite, size_t BT, size_t C, size_t ldp) {
-  const unsigned R = unsigned(routes.count), lane = threadIdx.x % 32, warp = threadIdx.x / 32,
-                 warps = blockDim.x / 32, K = unsigned(sources.i / sources.S) + 1, c = threadIdx.x * 4;
-  const size_t width = blockDim.x * size_t(4);  // C and what the last warp has beyond it, where rows are zero
+  const unsigned R = unsigned(routes.count), K = unsigned(sources.i / sources.S) + 1;
+  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const unsigned c = threadIdx.x * 4;
+  const size_t width = blockDim.x * size_t(4);  // rows are zero from C on
   const bool live = c < C;
-  float* query = dynamic_shared<float>();         // (R,width) times gain
-  float* coefficients = query + R * width;        // (R,3,4): p, dz r, dz r^2 z / C, of four sources
-  float* shares = coefficients + R * size_t(12);  // (R,8,warps): dh . s of four sources, w . s of four sources
+  float* query_rows = dynamic_shared<float>();                                 // (R,width) times gain
+  float* coefficients = query_rows + R * width;                                // (R,3,4)
+  float* shares = coefficients + R * size_t(12);                               // (R,8,warps)
   floatX* two_dh = reinterpret_cast<floatX*>(shares + R * size_t(8) * warps);  // (2,R,width): now, next
   __shared__ int number[RMAX];  // a list that is indexed by a variable should not live in a register
 
@@ -894,24 +855,24 @@ __global__ void __launch_bounds__(32 * BANK_WARPS)
   for (unsigned r = 0; r < RMAX; r++) {
     if (threadIdx.x == r) number[r] = routes.number[r];
     if (r >= R) continue;
-    float q[4] = {};
+    float query[4] = {};
     if (live)
-      load4(q, w + size_t(routes.number[r]) * C + c);
+      load4(query, queries + size_t(routes.number[r]) * C + c);
     else {
-      store4(two_dh + r * width + c, q);
-      store4(two_dh + (R + r) * width + c, q);
+      store4(two_dh + r * width + c, query);
+      store4(two_dh + (R + r) * width + c, query);
     }
-    store4(query + r * width + c, q);
+    store4(query_rows + r * width + c, query);
   }
 
   const auto send_for_dh = [&](size_t bt, unsigned buffer) {
-    const unsigned at = threadIdx.x * (16 / sizeof(floatX));
-    for (unsigned r = 0; r < R && at < C; r++)
-      cp_async_16(two_dh + (buffer * R + r) * width + at, dh + (r * BT + bt) * C + at);
+    const unsigned channel = threadIdx.x * (16 / sizeof(floatX));
+    for (unsigned r = 0; r < R && channel < C; r++)
+      cp_async_16(two_dh + (buffer * R + r) * width + channel, dh + (r * BT + bt) * C + channel);
     cp_async_commit();
   };
 
-  float dw[RMAX][4] = {};
+  float dqueries[RMAX][4] = {};
   unsigned buffer = 0;
   send_for_dh(blockIdx.x, buffer);
   for (size_t bt = blockIdx.x; bt < BT; bt += gridDim.x, buffer ^= 1) {
@@ -930,64 +891,36 @@ __global__ void __launch_bounds__(32 * BANK_WARPS)
       }
 
       const unsigned route = threadIdx.x / 4, j = j0 + threadIdx.x % 4;  // whose coefficients this thread makes
-      float pj = 0, rj = 0, delta_r = 0;
+      float p_j = 0, rstd = 0, delta_r = 0;
       if (route < R && j < K) {
-        pj = p[(size_t(number[route]) * BT + bt) * ldp + j];
-        rj = sources.rstd[j * sources.S * BT + bt];
+        p_j = p[(size_t(number[route]) * BT + bt) * ldp + j];
+        rstd = sources.rstd[j * sources.S * BT + bt];
         delta_r = delta[route * BT + bt];
       }
 
       for (unsigned r = 0; r < R; r++) {
-        float d[4], q[4], v[8] = {};
+        float d[4], query[4], sums[8] = {};
         load4(d, dh_here + r * width);
-        load4(q, query + r * width + c);
-#pragma unroll
-        for (int n = 0; n < 4; n++)
-#pragma unroll
-          for (int k = 0; k < 4; k++) {
-            v[n] = fmaf(d[k], s[n][k], v[n]);
-            v[4 + n] = fmaf(q[k], s[n][k], v[4 + n]);
-          }
-        const float total = warp_sum_each(v, lane);
+        load4(query, query_rows + r * width + c);
+        four_dots(sums, d, query, s);
+        const float total = warp_sum_each(sums, lane);
         if (lane < 8) shares[(r * 8 + lane) * warps + warp] = total;
       }
       __syncthreads();
 
-      if (route < R) {
-        const unsigned place = (route * 8 + threadIdx.x % 4) * warps;
-        float dp = 0, z = 0;
-        for (unsigned i = place; i < place + warps; i++) {
-          dp += shares[i];
-          z += shares[i + 4 * warps];
-        }
-        const float dzr = pj * (dp - delta_r) * rj;
-        float* coefficient = &coefficients[route * 12 + threadIdx.x % 4];
-        coefficient[0] = pj;
-        coefficient[4] = dzr;
-        coefficient[8] = dzr * rj * (rj * z) / float(C);
-      }
+      if (route < R)
+        bank_coefficients(coefficients + route * 12 + threadIdx.x % 4,
+                          shares + (route * 8 + threadIdx.x % 4) * warps, warps, p_j, delta_r, rstd, C);
       __syncthreads();
 
       float shrink[4] = {};
 #pragma unroll
       for (unsigned r = 0; r < RMAX; r++) {
         if (r >= R) continue;
-        float d[4], q[4], times_dh[4], times_query[4], times_s[4];
+        float d[4], query[4];
         load4(d, dh_here + r * width);
-        load4(q, query + r * width + c);
-        const float* of_route = coefficients + r * size_t(12);
-        load4(times_dh, of_route);
-        load4(times_query, of_route + 4);
-        load4(times_s, of_route + 8);
-#pragma unroll
-        for (int n = 0; n < 4; n++) {
-          shrink[n] += times_s[n];
-#pragma unroll
-          for (int k = 0; k < 4; k++) {
-            ds[n][k] = fmaf(times_dh[n], d[k], fmaf(times_query[n], q[k], ds[n][k]));
-            dw[r][k] = fmaf(times_query[n], s[n][k], dw[r][k]);
-          }
-        }
+        load4(query, query_rows + r * width + c);
+        add_route(ds, dqueries[r], shrink, coefficients + r * size_t(12), d, query, s);
       }
 
 #pragma unroll
@@ -1002,49 +935,43 @@ __global__ void __launch_bounds__(32 * BANK_WARPS)
 
 #pragma unroll
   for (unsigned r = 0; r < RMAX; r++)
-    if (r < R && live) store4(rows + (blockIdx.x * size_t(R) + r) * C + c, dw[r]);
+    if (r < R && live) store4(rows + (blockIdx.x * size_t(R) + r) * C + c, dqueries[r]);
 }
 template <class floatX>
 void route_backward_bank(
-    floatX* dbank,                   // (K,BT,C): adds, or overwrites if `overwrite`
-    float* dw,                       // (routes,C)
-    const floatX* dh,                // (count,BT,C): of the listed routes, in that order
-    const float* delta,              // (count,BT)
-    const Sources<floatX>& sources,  // i: the block's first sublayer; sources are slots 0, S, .. i
-    const float* p, const float* w,  // (routes,BT,ldp), (routes,C)
-    const std::vector<int>& routes,  // numbers into p, w, dw
+    floatX* dbank,                         // (K,BT,C): adds, or overwrites if `overwrite`
+    float* dqueries,                       // (routes,C)
+    const floatX* dh,                      // (count,BT,C): of the listed routes, in that order
+    const float* delta,                    // (count,BT)
+    const Sources<floatX>& sources,        // i: the block's first sublayer; sources are slots 0, S, .. i
+    const float* p, const float* queries,  // (routes,BT,ldp), (routes,C)
+    const std::vector<int>& routes,        // numbers into p, w, dw
     bool overwrite,
     float* rows,  // workspace (token_blocks(), MAX_ROUTE_LIST, C)
     size_t BT, size_t C, size_t ldp) {
   const size_t K = sources.i / sources.S + 1;
   const size_t warps = std::max<size_t>(2, ceil_div(C, 128));  // 4 channels a thread; 4 threads a route
-  const size_t width = 128 * warps,
-               of_a_route = (width + 12 + 8 * warps) * sizeof(float) + 2 * width * sizeof(floatX);
-  const size_t group = std::min<size_t>(
-      MAX_ROUTE_LIST, (SHARED_MEMORY - sizeof(RouteList)) / of_a_route);  // routes in shared memory
-  const size_t visits = (routes.size() + group - 1) / group;
+  const size_t of_a_route = bank_bytes(warps, sizeof(floatX));
+  const size_t group = std::min<size_t>(MAX_ROUTE_LIST, (SHARED_MEMORY - sizeof(RouteList)) / of_a_route);
+  const size_t visits = ceil_div(routes.size(), group);
   const size_t blocks = std::min(BT, token_blocks(std::clamp<size_t>(BANK_WARPS / warps, 1, TOKEN_BLOCKS)));
   NVTX_RANGE(double(K * (3 * visits - overwrite) + routes.size()) * BT * C * sizeof(floatX));
   for (size_t r0 = 0; r0 < routes.size(); r0 += group) {
     RouteList list;
-    while (size_t(list.count) < group && r0 + list.count < routes.size()) {
-      list.number[list.count] = routes[r0 + list.count];
-      list.count++;
+    std::vector<float*> totals;
+    for (size_t r = r0; r < std::min(r0 + group, routes.size()); r++) {
+      list.number[list.count++] = routes[r];
+      totals.push_back(dqueries + size_t(routes[r]) * C);
     }
-    const size_t smem = size_t(list.count) * of_a_route;
-    auto run = [&](auto most) {
+    const auto run = [&](auto most) {
       launch(route_backward_bank_kernel<floatX, decltype(most)::value>, unsigned(blocks), unsigned(32 * warps),
-             smem, device.stream, dbank, rows, dh + r0 * BT * C, delta + r0 * BT, sources, p, w, list,
-             overwrite && r0 == 0, BT, C, ldp);
+             list.count * of_a_route, device.stream, dbank, rows, dh + r0 * BT * C, delta + r0 * BT, sources, p,
+             queries, list, overwrite && r0 == 0, BT, C, ldp);
     };
-    if (list.count <= 4)
-      run(std::integral_constant<int, 4>());
-    else if (list.count <= 8)
+    if (list.count <= 8)
       run(std::integral_constant<int, 8>());
     else
-      run(std::integral_constant<int, 12>());
-    std::vector<float*> totals;
-    for (int n = 0; n < list.count; n++) totals.push_back(dw + size_t(list.number[n]) * C);
+      run(std::integral_constant<int, MAX_ROUTE_LIST>());
     add_rows(totals, rows, blocks, C);
   }
 }
@@ -1064,72 +991,53 @@ inline std::vector<float> rope_angles(size_t T, size_t HS) {
   return table;
 }
 
-// A thread turns VEC neighbouring pairs (i, i + HS/2): eight where 16-byte loads fit the head, else one.
-template <class floatX, int VEC>
+// A thread turns eight neighbouring pairs (i, i + HS/2) of Q or K. direction -1 turns back.
+template <class floatX>
 __global__ void rope_kernel(floatX* qkv, const float2* angles, size_t BT, size_t T, size_t C, size_t HS,
                             float direction) {
-  const size_t half = HS / 2, per_token = C / VEC;  // 2 NH heads of HS/2 pairs are C pairs
-  const size_t n = blockIdx.x * size_t(blockDim.x) + threadIdx.x;
-  if (n >= BT * per_token) return;
-  const size_t bt = n / per_token, pair = n % per_token * VEC, i = pair % half;
+  const size_t half = HS / 2;
+  const size_t n = (blockIdx.x * size_t(blockDim.x) + threadIdx.x) * 8;  // 2 NH heads of HS/2 pairs: C a token
+  if (n >= BT * C) return;
+  const size_t bt = n / C, pair = n % C, i = pair % half;
   floatX* x = qkv + bt * 3 * C + pair / half * HS + i;
   const float2* angle = angles + bt % T * half + i;
-  float lo[VEC], hi[VEC];
-  if constexpr (VEC == 8) {
-    load8(lo, x);
-    load8(hi, x + half);
-  } else {
-    lo[0] = to_float(x[0]);
-    hi[0] = to_float(x[half]);
-  }
+
+  float low[8], high[8];
+  load8(low, x);
+  load8(high, x + half);
 #pragma unroll
-  for (int k = 0; k < VEC; k++) {
-    const float cosine = angle[k].x, sine = direction * angle[k].y, low = lo[k];
-    lo[k] = low * cosine - hi[k] * sine;
-    hi[k] = low * sine + hi[k] * cosine;
+  for (int k = 0; k < 8; k++) {
+    const float cosine = angle[k].x, sine = direction * angle[k].y, l = low[k];
+    low[k] = l * cosine - high[k] * sine;
+    high[k] = l * sine + high[k] * cosine;
   }
-  if constexpr (VEC == 8) {
-    store8(x, lo);
-    store8(x + half, hi);
-  } else {
-    x[0] = from_float<floatX>(lo[0]);
-    x[half] = from_float<floatX>(hi[0]);
-  }
+  store8(x, low);
+  store8(x + half, high);
 }
 template <class floatX>
-void rope_rotate(floatX* qkv,           // (B,T,3C)
-                 const float2* angles,  // (T,HS/2)
-                 size_t B, size_t T, size_t C, size_t NH, float direction) {
-  const size_t HS = C / NH;
-  if (HS % 16 == 0)
-    launch(rope_kernel<floatX, 8>, ceil_div(B * T * C / 8, 256), 256, 0, device.stream, qkv, angles, B * T, T,
-           C, HS, direction);
-  else
-    launch(rope_kernel<floatX, 1>, ceil_div(B * T * C, 256), 256, 0, device.stream, qkv, angles, B * T, T, C,
-           HS, direction);
-}
-template <class floatX>
-void rope_forward(floatX* qkv, const float2* angles, size_t B, size_t T, size_t C, size_t NH) {
+void rope_forward(floatX* qkv,           // (B,T,3C)
+                  const float2* angles,  // (T,HS/2)
+                  size_t B, size_t T, size_t C, size_t NH) {
   NVTX_RANGE(4 * B * T * C * sizeof(floatX));
-  rope_rotate(qkv, angles, B, T, C, NH, 1);
+  launch(rope_kernel<floatX>, ceil_div(B * T * C / 8, 256), 256, 0, device.stream, qkv, angles, B * T, T, C,
+         C / NH, 1.0f);
 }
 template <class floatX>
 void rope_backward(floatX* dqkv, const float2* angles, size_t B, size_t T, size_t C, size_t NH) {
   NVTX_RANGE(4 * B * T * C * sizeof(floatX));
-  rope_rotate(dqkv, angles, B, T, C, NH, -1);
+  launch(rope_kernel<floatX>, ceil_div(B * T * C / 8, 256), 256, 0, device.stream, dqkv, angles, B * T, T, C,
+         C / NH, -1.0f);
 }
 
 // ---- causal attention ----------------------------------------------------------------------------------
 //
-// The (T,T) matrix of scores never exists as a whole. Two ways to go through it: for bf16 with a head size that
-// is a multiple of 16, tiles on the tensor cores; for everything else (float32, other head sizes) a warp for
-// each query or key. Both: head sizes up to 128.
+// The (T,T) matrix of scores never exists as a whole. Two ways to go through it: for bf16, tiles on the tensor
+// cores; for float32, which is for checking, a warp for each token. Head sizes: 16, 32, .. 128.
 
 constexpr size_t MAX_HEAD_SIZE = 128;
-constexpr float LOG2_E = 1.4426950408889634f;
 
-// -- a warp for each row, which is a query or a key; enough for checking. Lane l owns channels l, l + 32, ...
-// of the head; a dot product is a sum over the warp. Launch: grid (T / 4, NH, B), block (128).
+// -- a warp for each token. Lane l owns channels l, l + 32, ... of the head; a dot product is a sum over the
+// warp. Launch: grid (T / 4, NH, B), block (128).
 using HeadRow = float[MAX_HEAD_SIZE / 32];
 
 template <class floatX>
@@ -1178,53 +1086,43 @@ __global__ void attention_forward_plain_kernel(floatX* att, float* lse, const fl
   if (threadIdx.x % 32 == 0) lse[(b * gridDim.y + head) * T + t] = top + logf(sum);
 }
 
-// dq of a query, from all keys before it; dk and dv of a key, from all queries after it: two kernels, each
-// writes what it owns, so nothing is added from two sides and the order of blocks does not matter.
-// The first also writes delta, which the second reads.
+// A token is a query, whose dq comes from all keys before it, and a key, whose dk and dv come from all queries
+// after it. Its warp writes what it owns: nothing is added from two sides, in any order of warps.
 template <class floatX>
-__global__ void attention_backward_q_plain_kernel(floatX* dqkv, float* delta, const floatX* datt,
-                                                  const floatX* qkv, const floatX* att, const float* lse,
-                                                  size_t T, size_t C, size_t HS, float scale) {
-  const size_t t = (blockIdx.x * size_t(blockDim.x) + threadIdx.x) / 32, head = blockIdx.y, b = blockIdx.z;
-  if (t >= T) return;
-  const size_t row = (b * gridDim.y + head) * T + t, token = (b * T + t) * C + head * HS;
-  const floatX* rows = qkv + b * T * 3 * C + head * HS;
-  HeadRow q, k, v, out, dout, dq = {};
-  load_head(q, rows + t * 3 * C, HS);
-  load_head(dout, datt + token, HS);
-  load_head(out, att + token, HS);
-  const float delta_t = head_dot(dout, out);
-  if (threadIdx.x % 32 == 0) delta[row] = delta_t;
+__global__ void attention_backward_plain_kernel(floatX* dqkv, const floatX* datt, const floatX* qkv,
+                                                const floatX* att, const float* lse, size_t T, size_t C,
+                                                size_t HS, float scale) {
+  const size_t token = (blockIdx.x * size_t(blockDim.x) + threadIdx.x) / 32, head = blockIdx.y, b = blockIdx.z;
+  if (token >= T) return;
+  const floatX *rows = qkv + b * T * 3 * C + head * HS, *drows = datt + b * T * C + head * HS;
+  const floatX* outs = att + b * T * C + head * HS;
+  lse += (b * gridDim.y + head) * T;
+  HeadRow own_q, own_k, own_v, own_dout, q, k, v, dout, out, dq = {}, dk = {}, dv = {};
+  load_head(own_q, rows + token * 3 * C, HS);
+  load_head(own_k, rows + token * 3 * C + C, HS);
+  load_head(own_v, rows + token * 3 * C + 2 * C, HS);
+  load_head(own_dout, drows + token * C, HS);
+  load_head(out, outs + token * C, HS);
 
-  for (size_t u = 0; u <= t; u++) {
+  const float delta = head_dot(own_dout, out);
+  for (size_t u = 0; u <= token; u++) {
     load_head(k, rows + u * 3 * C + C, HS);
     load_head(v, rows + u * 3 * C + 2 * C, HS);
-    const float a = expf(scale * head_dot(q, k) - lse[row]);
-    add_head(dq, a * (head_dot(dout, v) - delta_t), k);
+    const float a = expf(scale * head_dot(own_q, k) - lse[token]);
+    add_head(dq, a * (head_dot(own_dout, v) - delta), k);
   }
-  store_head(dqkv + (b * T + t) * 3 * C + head * HS, dq, scale, HS);
-}
-template <class floatX>
-__global__ void attention_backward_kv_plain_kernel(floatX* dqkv, const floatX* datt, const floatX* qkv,
-                                                   const float* lse, const float* delta, size_t T, size_t C,
-                                                   size_t HS, float scale) {
-  const size_t u = (blockIdx.x * size_t(blockDim.x) + threadIdx.x) / 32, head = blockIdx.y, b = blockIdx.z;
-  if (u >= T) return;
-  const floatX* rows = qkv + b * T * 3 * C + head * HS;
-  HeadRow q, k, v, dout, dk = {}, dv = {};
-  load_head(k, rows + u * 3 * C + C, HS);
-  load_head(v, rows + u * 3 * C + 2 * C, HS);
-  for (size_t t = u; t < T; t++) {
-    const size_t row = (b * gridDim.y + head) * T + t;
+  for (size_t t = token; t < T; t++) {
     load_head(q, rows + t * 3 * C, HS);
-    load_head(dout, datt + (b * T + t) * C + head * HS, HS);
-    const float a = expf(scale * head_dot(q, k) - lse[row]);
+    load_head(dout, drows + t * C, HS);
+    load_head(out, outs + t * C, HS);
+    const float a = expf(scale * head_dot(q, own_k) - lse[t]);
     add_head(dv, a, dout);
-    add_head(dk, a * (head_dot(dout, v) - delta[row]), q);
+    add_head(dk, a * (head_dot(dout, own_v) - head_dot(dout, out)), q);
   }
-  floatX* out = dqkv + (b * T + u) * 3 * C + head * HS;
-  store_head(out + C, dk, scale, HS);
-  store_head(out + 2 * C, dv, 1, HS);
+  floatX* gradients = dqkv + (b * T + token) * 3 * C + head * HS;
+  store_head(gradients, dq, scale, HS);
+  store_head(gradients + C, dk, scale, HS);
+  store_head(gradients + 2 * C, dv, 1, HS);
 }
 
 // -- tensor-core tiles. A block of 4 warps owns rows: queries, or keys in the kernel for dk and dv. Tiles of 64
@@ -1259,14 +1157,24 @@ constexpr size_t ROW_BYTES = TILE_LD<HS> * sizeof(bf16);
 // ROWS rows of a (T, ld) array from row0 < T on, in the background; zeros from row T on
 template <int HS, int ROWS>
 __device__ inline void load_tile(bf16* tile, const bf16* rows, size_t ld, int row0, size_t T) {
-  const bf16* from = rows + row0 * ld;
+  const bf16* source = rows + row0 * ld;
   const unsigned live = unsigned(T) - row0;
 #pragma unroll 4  // more would hold more addresses in registers than they are worth
   for (int n = 0; n < ROWS * HS / 8 / FLASH_THREADS; n++) {
     const unsigned i = n * FLASH_THREADS + threadIdx.x, r = i / (HS / 8), c = i % (HS / 8) * 8;
-    cp_async_16(tile + tile_at<HS>(int(r), int(c)), from + (r * unsigned(ld) + c), r < live);
+    cp_async_16(tile + tile_at<HS>(int(r), int(c)), source + (r * unsigned(ld) + c), r < live);
   }
 }
+// The tile that begins at row0, of two arrays, to the buffer whose turn it is.
+template <int HS>
+__device__ inline void load_two_tiles(bf16* tiles_a, const bf16* a, size_t ld_a, bf16* tiles_b, const bf16* b,
+                                      size_t ld_b, int row0, size_t T) {
+  const int buffer = row0 / TILE % 2 * TILE * TILE_LD<HS>;
+  load_tile<HS, TILE>(tiles_a + buffer, a, ld_a, row0, T);
+  load_tile<HS, TILE>(tiles_b + buffer, b, ld_b, row0, T);
+  cp_async_commit();
+}
+
 // s[16 M][8 N] += left[16 M][HS] right[8 N][HS]^T, both in shared memory
 template <int HS, int M, int N>
 __device__ inline void product_nt(float (&s)[M][N][4], const bf16* left, const bf16* right, int lane) {
@@ -1287,6 +1195,7 @@ __device__ inline void product_nt(float (&s)[M][N][4], const bf16* left, const b
     }
   }
 }
+
 // acc[16 M][HS] += p[16 M][8 N] right[8 N][HS], p in registers as accumulators
 template <int HS, int M, int N>
 __device__ inline void product_nn(float (&acc)[M][HS / 8][4], const float (&p)[M][N][4], const bf16* right,
@@ -1310,6 +1219,7 @@ __device__ inline void product_nn(float (&acc)[M][HS / 8][4], const float (&p)[M
     }
   }
 }
+
 // Calls f(m, n, i) for every number that a lane holds of s.
 template <int M, int N, class F>
 __device__ inline void for_each_score(const float (&)[M][N][4], F f) {
@@ -1322,14 +1232,15 @@ __device__ inline void for_each_score(const float (&)[M][N][4], F f) {
 }
 __device__ inline int score_row(int m, int i, int lane) { return m * 16 + lane / 4 + i / 2 * 8; }
 __device__ inline int score_column(int n, int i, int lane) { return n * 8 + lane % 4 * 2 + i % 2; }
-// Rows are queries, columns keys; the first query is the `ahead`th from the first key on. Later keys do not
-// count.
+
+// Rows are queries, columns keys; the first query stands `ahead` after the first key. Later keys do not count.
 template <int M, int N>
 __device__ inline void hide_later(float (&s)[M][N][4], int ahead, int lane) {
   for_each_score(s, [&](int m, int n, int i) {
     if (score_column(n, i, lane) > score_row(m, i, lane) + ahead) s[m][n][i] = -INFINITY;
   });
 }
+
 __device__ inline float quad_sum(float v) {
   v += __shfl_xor_sync(ALL_LANES, v, 1);
   return v + __shfl_xor_sync(ALL_LANES, v, 2);
@@ -1338,8 +1249,10 @@ __device__ inline float quad_max(float v) {
   v = fmaxf(v, __shfl_xor_sync(ALL_LANES, v, 1));
   return fmaxf(v, __shfl_xor_sync(ALL_LANES, v, 2));
 }
-// Turns one more tile of scores into weights, relative to the largest score of their row so far, and brings
-// what was summed before to the same measure. Base 2: with scores times log2(e), exp is one instruction.
+
+// Turns one more tile of scores into weights, relative to the largest score of their row so far, and shrinks
+// what was summed before to match. Base 2: with scores times log2(e), exp is one instruction. [half]: a lane
+// holds numbers of two rows of a strip, i / 2 = 0 and 1.
 template <int M, int N, int O>
 __device__ inline void online_softmax(float (&s)[M][N][4], float (&acc)[M][O][4], float (&top)[M][2],
                                       float (&sum)[M][2], float to_base_2) {
@@ -1355,8 +1268,10 @@ __device__ inline void online_softmax(float (&s)[M][N][4], float (&acc)[M][O][4]
 #pragma unroll
       for (int n = 0; n < N; n++)
 #pragma unroll
-        for (int i = 2 * half; i < 2 * half + 2; i++)
-          more += s[m][n][i] = exp2_flushed(s[m][n][i] * to_base_2 - unit);
+        for (int i = 2 * half; i < 2 * half + 2; i++) {
+          s[m][n][i] = exp2_flushed(s[m][n][i] * to_base_2 - unit);
+          more += s[m][n][i];
+        }
       top[m][half] = new_top;
       sum[m][half] = sum[m][half] * shrink + more;
 #pragma unroll
@@ -1366,8 +1281,8 @@ __device__ inline void online_softmax(float (&s)[M][N][4], float (&acc)[M][O][4]
       }
     }
 }
-// Ends it: sums of weighted values become means, and top and sum the natural logarithm of the sum of
-// exp(score).
+
+// Ends it: sums of weighted values become means, and top and sum lse, the natural log of the sum of exp(score).
 template <int M, int O>
 __device__ inline void finish_softmax(float (&acc)[M][O][4], const float (&top)[M][2], const float (&sum)[M][2],
                                       float to_base_2, float* lse, int first, size_t T, int lane) {
@@ -1385,6 +1300,7 @@ __device__ inline void finish_softmax(float (&acc)[M][O][4], const float (&top)[
       }
     }
 }
+
 // A warp's accumulators times scale to its rows, of which the first is row0, as far as they are below T
 template <int HS, int M>
 __device__ inline void store_rows(bf16* rows, size_t ld, int row0, size_t T, const float (&acc)[M][HS / 8][4],
@@ -1402,108 +1318,124 @@ __device__ inline void store_rows(bf16* rows, size_t ld, int row0, size_t T, con
     }
 }
 
-// Shared memory: Q, then K and V twice.
+// Where a block works: rows row0 .. row0 + OWN<M> - 1 of one head of one sequence, the `block`th such rows.
+// Each warp takes 16 M of them, from row `first` on, which stand at offset `own` of the block's tile.
+template <int HS, int M>
+struct Place {
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int row0, first, own = warp * 16 * M * TILE_LD<HS>;
+  size_t qkv, att, statistics;  // where this head begins in (B,T,3C), (B,T,C) and (B,NH,T)
+  __device__ Place(unsigned block, size_t T, size_t C) {
+    row0 = int(block) * OWN<M>;
+    first = row0 + warp * 16 * M;
+    qkv = blockIdx.z * T * 3 * C + blockIdx.y * HS;
+    att = blockIdx.z * T * C + blockIdx.y * HS;
+    statistics = (blockIdx.z * size_t(gridDim.y) + blockIdx.y) * T;
+  }
+};
+
+// Shared memory: Q, then K and V twice. The longest rows start first.
 template <int HS, int M>
 __global__ void __launch_bounds__(FLASH_THREADS)
     attention_forward_kernel(bf16* att, float* lse, const bf16* qkv, size_t T, size_t C, float scale) {
-  constexpr int LD = TILE_LD<HS>, TWO_TILES = 2 * TILE * LD;
-  bf16 *sq = dynamic_shared<bf16>(), *sk = sq + OWN<M> * LD, *sv = sk + TWO_TILES;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, own = warp * 16 * M * LD;  // of the warp's rows
-  const size_t head = blockIdx.y, b = blockIdx.z;
-  const int q0 = int(gridDim.x - 1 - blockIdx.x) * OWN<M>;  // the longest rows start first
-  const int first = q0 + warp * 16 * M;                     // the warp's first query
-  const int end = min(q0 + OWN<M>, int(T));                 // no query of the block sees a key from here on
-  const bf16* rows = qkv + b * T * 3 * C + head * HS;
-  const float to_base_2 = scale * LOG2_E;
-  auto load_keys = [&](int k0) {
-    const int buffer = k0 / TILE % 2 * TILE * LD;
-    load_tile<HS, TILE>(sk + buffer, rows + C, 3 * C, k0, T);
-    load_tile<HS, TILE>(sv + buffer, rows + 2 * C, 3 * C, k0, T);
-    cp_async_commit();
-  };
-  load_tile<HS, OWN<M>>(sq, rows, 3 * C, q0, T);
+  const Place<HS, M> at(gridDim.x - 1 - blockIdx.x, T, C);
+  bf16* q_tile = dynamic_shared<bf16>();
+  bf16* k_tiles = q_tile + OWN<M> * TILE_LD<HS>;
+  bf16* v_tiles = k_tiles + 2 * TILE * TILE_LD<HS>;
+  const bf16 *q = qkv + at.qkv, *k = q + C, *v = k + C;
+  const auto load_keys = [&](int k0) { load_two_tiles<HS>(k_tiles, k, 3 * C, v_tiles, v, 3 * C, k0, T); };
+  load_tile<HS, OWN<M>>(q_tile, q, 3 * C, at.row0, T);
   load_keys(0);
+
+  const float to_base_2 = scale * LOG2_E;
   float acc[M][HS / 8][4] = {}, top[M][2], sum[M][2] = {};
 #pragma unroll
   for (int m = 0; m < M; m++) top[m][0] = top[m][1] = -INFINITY;
+  const int end = min(at.row0 + OWN<M>, int(T));  // no query of the block sees a key from here on
   for (int k0 = 0; k0 < end; k0 += TILE) {
     cp_async_wait<0>();
     __syncthreads();  // this tile is here, and nobody reads the one before it any more
     if (k0 + TILE < end) load_keys(k0 + TILE);
-    if (k0 >= first + 16 * M) continue;  // all of it lies after the warp's queries
-    const int buffer = k0 / TILE % 2 * TILE * LD;
+    if (k0 >= at.first + 16 * M) continue;  // all of it lies after the warp's queries
+
+    const int buffer = k0 / TILE % 2 * TILE * TILE_LD<HS>;
     float s[M][TILE / 8][4] = {};
-    product_nt<HS>(s, sq + own, sk + buffer, lane);
-    if (first < k0 + TILE) hide_later(s, first - k0, lane);
+    product_nt<HS>(s, q_tile + at.own, k_tiles + buffer, at.lane);
+    if (at.first < k0 + TILE) hide_later(s, at.first - k0, at.lane);
     online_softmax(s, acc, top, sum, to_base_2);
-    product_nn<HS>(acc, s, sv + buffer, lane);
+    product_nn<HS>(acc, s, v_tiles + buffer, at.lane);
   }
-  finish_softmax(acc, top, sum, to_base_2, lse + (b * gridDim.y + head) * T, first, T, lane);
-  store_rows<HS>(att + b * T * C + head * HS, C, first, T, acc, 1, lane);
+  finish_softmax(acc, top, sum, to_base_2, lse + at.statistics, at.first, T, at.lane);
+  store_rows<HS>(att + at.att, C, at.first, T, acc, 1, at.lane);
 }
 
 // The backward works on half a tile at a time, so that scores and their gradients leave room for the sums.
 constexpr int CHUNK = TILE / 2;
+
+// Of the warp's queries: lse in base 2, and delta = datt . att, which is also stored for the other kernel.
+// Zeros from row T on. Arrays begin at this head.
+template <int HS, int M>
+__device__ inline void query_statistics(float (&row_lse)[M][2], float (&row_delta)[M][2], float* delta,
+                                        const float* lse, const bf16* datt, const bf16* att, int first,
+                                        size_t T, size_t C, int lane) {
+#pragma unroll
+  for (int m = 0; m < M; m++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const size_t query = first + score_row(m, 2 * half, lane);
+      row_lse[m][half] = query < T ? lse[query] * LOG2_E : 0.0f;
+      float sum = 0, d[8], o[8];
+      for (int c = lane % 4 * 8; c < HS && query < T; c += 32) {
+        load8(d, datt + query * C + c);
+        load8(o, att + query * C + c);
+#pragma unroll
+        for (int k = 0; k < 8; k++) sum += d[k] * o[k];
+      }
+      row_delta[m][half] = quad_sum(sum);
+      if (lane % 4 == 0 && query < T) delta[query] = row_delta[m][half];
+    }
+}
 
 // dq of the block's queries, and delta. Shared memory: Q, dO, then K and V twice.
 template <int HS, int M>
 __global__ void __launch_bounds__(FLASH_THREADS)
     attention_backward_q_kernel(bf16* dqkv, float* delta, const bf16* datt, const bf16* qkv, const bf16* att,
                                 const float* lse, size_t T, size_t C, float scale) {
-  constexpr int LD = TILE_LD<HS>, TWO_TILES = 2 * TILE * LD;
-  bf16 *sq = dynamic_shared<bf16>(), *sd = sq + OWN<M> * LD, *sk = sd + OWN<M> * LD, *sv = sk + TWO_TILES;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, own = warp * 16 * M * LD;  // of the warp's rows
-  const size_t head = blockIdx.y, b = blockIdx.z;
-  const int q0 = int(gridDim.x - 1 - blockIdx.x) * OWN<M>, first = q0 + warp * 16 * M;
-  const int end = min(q0 + OWN<M>, int(T));
-  const bf16 *rows = qkv + b * T * 3 * C + head * HS, *drows = datt + b * T * C + head * HS;
-  auto load_keys = [&](int k0) {
-    const int buffer = k0 / TILE % 2 * TILE * LD;
-    load_tile<HS, TILE>(sk + buffer, rows + C, 3 * C, k0, T);
-    load_tile<HS, TILE>(sv + buffer, rows + 2 * C, 3 * C, k0, T);
-    cp_async_commit();
-  };
-  load_tile<HS, OWN<M>>(sq, rows, 3 * C, q0, T);
-  load_tile<HS, OWN<M>>(sd, drows, C, q0, T);
+  const Place<HS, M> at(gridDim.x - 1 - blockIdx.x, T, C);
+  bf16* q_tile = dynamic_shared<bf16>();
+  bf16* dout_tile = q_tile + OWN<M> * TILE_LD<HS>;
+  bf16* k_tiles = dout_tile + OWN<M> * TILE_LD<HS>;
+  bf16* v_tiles = k_tiles + 2 * TILE * TILE_LD<HS>;
+  const bf16 *q = qkv + at.qkv, *k = q + C, *v = k + C, *dout = datt + at.att;
+  const auto load_keys = [&](int k0) { load_two_tiles<HS>(k_tiles, k, 3 * C, v_tiles, v, 3 * C, k0, T); };
+  load_tile<HS, OWN<M>>(q_tile, q, 3 * C, at.row0, T);
+  load_tile<HS, OWN<M>>(dout_tile, dout, C, at.row0, T);
   load_keys(0);
-  float row_lse[M][2] = {}, row_delta[M][2] = {};
-#pragma unroll
-  for (int m = 0; m < M; m++)
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const size_t query = first + score_row(m, 2 * half, lane), at = (b * gridDim.y + head) * T + query;
-      if (query < T) {
-        row_lse[m][half] = lse[at] * LOG2_E;
-        for (int c = lane % 4 * 8; c < HS; c += 32) {
-          float d[8], o[8];
-          load8(d, drows + query * C + c);
-          load8(o, att + (b * T + query) * C + head * HS + c);
-#pragma unroll
-          for (int k = 0; k < 8; k++) row_delta[m][half] += d[k] * o[k];
-        }
-      }
-      row_delta[m][half] = quad_sum(row_delta[m][half]);
-      if (lane % 4 == 0 && query < T) delta[at] = row_delta[m][half];
-    }
+
+  float row_lse[M][2], row_delta[M][2];
+  query_statistics<HS>(row_lse, row_delta, delta + at.statistics, lse + at.statistics, dout, att + at.att,
+                       at.first, T, C, at.lane);
   float acc[M][HS / 8][4] = {};
+  const int end = min(at.row0 + OWN<M>, int(T));
   for (int k0 = 0; k0 < end; k0 += TILE) {
     cp_async_wait<0>();
     __syncthreads();
     if (k0 + TILE < end) load_keys(k0 + TILE);
-    for (int key = k0; key < k0 + TILE && key < first + 16 * M; key += CHUNK) {
-      const int at = key % (2 * TILE) * LD;
+
+    for (int key = k0; key < k0 + TILE && key < at.first + 16 * M; key += CHUNK) {
+      const int chunk = key % (2 * TILE) * TILE_LD<HS>;
       float a[M][CHUNK / 8][4] = {}, da[M][CHUNK / 8][4] = {};
-      product_nt<HS>(a, sq + own, sk + at, lane);
-      product_nt<HS>(da, sd + own, sv + at, lane);
-      if (first < key + CHUNK) hide_later(a, first - key, lane);
+      product_nt<HS>(a, q_tile + at.own, k_tiles + chunk, at.lane);
+      product_nt<HS>(da, dout_tile + at.own, v_tiles + chunk, at.lane);
+      if (at.first < key + CHUNK) hide_later(a, at.first - key, at.lane);
       for_each_score(a, [&](int m, int n, int i) {
         const float weight = exp2_flushed(a[m][n][i] * (scale * LOG2_E) - row_lse[m][i / 2]);
         a[m][n][i] = weight * (da[m][n][i] - row_delta[m][i / 2]);
       });
-      product_nn<HS>(acc, a, sk + at, lane);
+      product_nn<HS>(acc, a, k_tiles + chunk, at.lane);
     }
   }
-  store_rows<HS>(dqkv + b * T * 3 * C + head * HS, 3 * C, first, T, acc, scale, lane);
+  store_rows<HS>(dqkv + at.qkv, 3 * C, at.first, T, acc, scale, at.lane);
 }
 
 // dk and dv of the block's keys; rows are keys here, columns queries. Shared memory: K, V, then Q and dO twice,
@@ -1512,29 +1444,26 @@ template <int HS, int M>
 __global__ void __launch_bounds__(FLASH_THREADS)
     attention_backward_kv_kernel(bf16* dqkv, const bf16* datt, const bf16* qkv, const float* lse,
                                  const float* delta, size_t T, size_t C, float scale) {
-  constexpr int LD = TILE_LD<HS>, TWO_TILES = 2 * TILE * LD;
-  bf16 *sk = dynamic_shared<bf16>(), *sv = sk + OWN<M> * LD, *sq = sv + OWN<M> * LD, *sd = sq + TWO_TILES;
-  float2* statistics = reinterpret_cast<float2*>(sd + TWO_TILES);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, own = warp * 16 * M * LD;  // of the warp's rows
-  const size_t head = blockIdx.y, b = blockIdx.z;
-  const int k0 = int(blockIdx.x) * OWN<M>, first = k0 + warp * 16 * M;  // the warp's first key
-  const bf16 *rows = qkv + b * T * 3 * C + head * HS, *drows = datt + b * T * C + head * HS;
-  auto load_queries = [&](int q0) {
-    const int buffer = q0 / TILE % 2 * TILE * LD;
-    load_tile<HS, TILE>(sq + buffer, rows, 3 * C, q0, T);
-    load_tile<HS, TILE>(sd + buffer, drows, C, q0, T);
-    cp_async_commit();
+  const Place<HS, M> at(blockIdx.x, T, C);
+  bf16* k_tile = dynamic_shared<bf16>();
+  bf16* v_tile = k_tile + OWN<M> * TILE_LD<HS>;
+  bf16* q_tiles = v_tile + OWN<M> * TILE_LD<HS>;
+  bf16* dout_tiles = q_tiles + 2 * TILE * TILE_LD<HS>;
+  float2* statistics = reinterpret_cast<float2*>(dout_tiles + 2 * TILE * TILE_LD<HS>);
+  const bf16 *q = qkv + at.qkv, *k = q + C, *v = k + C, *dout = datt + at.att;
+  const auto load_queries = [&](int q0) { load_two_tiles<HS>(q_tiles, q, 3 * C, dout_tiles, dout, C, q0, T); };
+  const auto fetch_statistics = [&](int q0) {  // of one query a thread
+    const size_t query = q0 + threadIdx.x;
+    if (threadIdx.x >= TILE || query >= T) return float2{0, 0};
+    return float2{lse[at.statistics + query] * LOG2_E, delta[at.statistics + query]};
   };
-  auto fetch_statistics = [&](int q0) {  // of one query a thread
-    const size_t query = q0 + threadIdx.x, at = (b * gridDim.y + head) * T + query;
-    return threadIdx.x < TILE && query < T ? float2{lse[at] * LOG2_E, delta[at]} : float2{0, 0};
-  };
-  load_tile<HS, OWN<M>>(sk, rows + C, 3 * C, k0, T);
-  load_tile<HS, OWN<M>>(sv, rows + 2 * C, 3 * C, k0, T);
-  load_queries(k0);
-  float2 next = fetch_statistics(k0);
-  float acc_k[M][HS / 8][4] = {}, acc_v[M][HS / 8][4] = {};
-  for (int q0 = k0; q0 < int(T); q0 += TILE) {
+  load_tile<HS, OWN<M>>(k_tile, k, 3 * C, at.row0, T);
+  load_tile<HS, OWN<M>>(v_tile, v, 3 * C, at.row0, T);
+  load_queries(at.row0);
+
+  float2 next = fetch_statistics(at.row0);
+  float dk[M][HS / 8][4] = {}, dv[M][HS / 8][4] = {};
+  for (int q0 = at.row0; q0 < int(T); q0 += TILE) {
     if (threadIdx.x < TILE) statistics[q0 % (2 * TILE) + threadIdx.x] = next;
     cp_async_wait<0>();
     __syncthreads();
@@ -1542,47 +1471,41 @@ __global__ void __launch_bounds__(FLASH_THREADS)
       load_queries(q0 + TILE);
       next = fetch_statistics(q0 + TILE);
     }
+
     for (int query = q0; query < q0 + TILE; query += CHUNK) {
-      if (query + CHUNK <= first) continue;  // all of it lies before the warp's keys
-      const int at = query % (2 * TILE) * LD;
+      if (query + CHUNK <= at.first) continue;  // all of it lies before the warp's keys
+      const int chunk = query % (2 * TILE) * TILE_LD<HS>;
       float a[M][CHUNK / 8][4] = {}, da[M][CHUNK / 8][4] = {};
-      product_nt<HS>(a, sk + own, sq + at, lane);
-      product_nt<HS>(da, sv + own, sd + at, lane);
-      if (query < first + 16 * M)  // some keys lie after some queries
+      product_nt<HS>(a, k_tile + at.own, q_tiles + chunk, at.lane);
+      product_nt<HS>(da, v_tile + at.own, dout_tiles + chunk, at.lane);
+      if (query < at.first + 16 * M)  // some keys lie after some queries
         for_each_score(a, [&](int m, int n, int i) {
-          if (first + score_row(m, i, lane) > query + score_column(n, i, lane)) a[m][n][i] = -INFINITY;
+          if (at.first + score_row(m, i, at.lane) > query + score_column(n, i, at.lane)) a[m][n][i] = -INFINITY;
         });
       for_each_score(a, [&](int m, int n, int i) {
-        const float2 of_query = statistics[query % (2 * TILE) + score_column(n, i, lane)];
+        const float2 of_query = statistics[query % (2 * TILE) + score_column(n, i, at.lane)];
         a[m][n][i] = exp2_flushed(a[m][n][i] * (scale * LOG2_E) - of_query.x);
         da[m][n][i] = a[m][n][i] * (da[m][n][i] - of_query.y);
       });
-      product_nn<HS>(acc_v, a, sd + at, lane);
-      product_nn<HS>(acc_k, da, sq + at, lane);
+      product_nn<HS>(dv, a, dout_tiles + chunk, at.lane);
+      product_nn<HS>(dk, da, q_tiles + chunk, at.lane);
     }
   }
-  bf16* out = dqkv + b * T * 3 * C + head * HS;
-  store_rows<HS>(out + C, 3 * C, first, T, acc_k, scale, lane);
-  store_rows<HS>(out + 2 * C, 3 * C, first, T, acc_v, 1, lane);
+  store_rows<HS>(dqkv + at.qkv + C, 3 * C, at.first, T, dk, scale, at.lane);
+  store_rows<HS>(dqkv + at.qkv + 2 * C, 3 * C, at.first, T, dv, 1, at.lane);
 }
 
-// Calls f with the head size as a compile-time constant and returns true, or returns false: take the plain way.
+// Calls f with the head size, a multiple of 16, as a compile-time constant.
 template <int HS = 16, class F>
-bool with_tensor_cores(size_t head_size, F f) {
+void with_head_size(size_t head_size, F f) {
   if constexpr (HS <= MAX_HEAD_SIZE) {
-    if (head_size != HS) return with_tensor_cores<HS + 16>(head_size, f);
-    f(std::integral_constant<int, HS>());
-    return true;
+    if (head_size == HS) return f(std::integral_constant<int, HS>());
+    with_head_size<HS + 16>(head_size, f);
   }
-  return false;
 }
 // Forward: token t meets t + 1 tokens, in two products, 4C operations each time. Backward: five such products.
 inline double attention_flops(size_t B, size_t T, size_t C) {
   return 4 * double(C) * double(B) * double(T) * double(T + 1) / 2;
-}
-inline void check_head_size(size_t HS) {
-  if (HS > MAX_HEAD_SIZE)
-    fatal(EXIT_ERROR, "head size %zu: attention on the GPU goes up to %zu", HS, MAX_HEAD_SIZE);
 }
 
 template <class floatX>
@@ -1593,17 +1516,15 @@ void attention_forward(floatX* att,        // (B,T,C)
   NVTX_RANGE(0, attention_flops(B, T, C));
   const size_t HS = C / NH;
   const float scale = 1 / std::sqrt(float(HS));
-  check_head_size(HS);
   if constexpr (std::is_same<floatX, bf16>::value)
-    if (with_tensor_cores(HS, [&](auto head_size) {
-          constexpr int N = decltype(head_size)::value;
-          launch(attention_forward_kernel<N, STRIPS<N>>,
-                 dim3(ceil_div(T, OWN<STRIPS<N>>), unsigned(NH), unsigned(B)), FLASH_THREADS,
-                 ROW_BYTES<N> * (OWN<STRIPS<N>> + 4 * TILE), device.stream, att, lse, qkv, T, C, scale);
-        }))
-      return;
-  launch(attention_forward_plain_kernel<floatX>, dim3(ceil_div(T, 4), unsigned(NH), unsigned(B)), 128, 0,
-         device.stream, att, lse, qkv, T, C, HS, scale);
+    with_head_size(HS, [&](auto head_size) {
+      constexpr int N = decltype(head_size)::value, ROWS = OWN<STRIPS<N>>;
+      launch(attention_forward_kernel<N, STRIPS<N>>, dim3(ceil_div(T, ROWS), unsigned(NH), unsigned(B)),
+             FLASH_THREADS, ROW_BYTES<N> * (ROWS + 4 * TILE), device.stream, att, lse, qkv, T, C, scale);
+    });
+  else
+    launch(attention_forward_plain_kernel<floatX>, dim3(ceil_div(T, 4), unsigned(NH), unsigned(B)), 128, 0,
+           device.stream, att, lse, qkv, T, C, HS, scale);
 }
 
 // forward: att_t = sum_u a_tu v_u, a_t = softmax(score_t), score_tu = scale q_t . k_u
@@ -1619,23 +1540,19 @@ void attention_backward(floatX* dqkv,                         // (B,T,3C)
   NVTX_RANGE(0, 2.5 * attention_flops(B, T, C));
   const size_t HS = C / NH;
   const float scale = 1 / std::sqrt(float(HS));
-  check_head_size(HS);
   if constexpr (std::is_same<floatX, bf16>::value)
-    if (with_tensor_cores(HS, [&](auto head_size) {
-          constexpr int N = decltype(head_size)::value;
-          const dim3 grid(ceil_div(T, OWN<STRIPS<N>>), unsigned(NH), unsigned(B));
-          const size_t tiles = ROW_BYTES<N> * (2 * OWN<STRIPS<N>> + 4 * TILE);
-          launch(attention_backward_q_kernel<N, STRIPS<N>>, grid, FLASH_THREADS, tiles, device.stream, dqkv,
-                 delta, datt, qkv, att, lse, T, C, scale);
-          launch(attention_backward_kv_kernel<N, STRIPS<N>>, grid, FLASH_THREADS,
-                 tiles + sizeof(float2) * 2 * TILE, device.stream, dqkv, datt, qkv, lse, delta, T, C, scale);
-        }))
-      return;
-  const dim3 grid(ceil_div(T, 4), unsigned(NH), unsigned(B));
-  launch(attention_backward_q_plain_kernel<floatX>, grid, 128, 0, device.stream, dqkv, delta, datt, qkv, att,
-         lse, T, C, HS, scale);
-  launch(attention_backward_kv_plain_kernel<floatX>, grid, 128, 0, device.stream, dqkv, datt, qkv, lse, delta,
-         T, C, HS, scale);
+    with_head_size(HS, [&](auto head_size) {
+      constexpr int N = decltype(head_size)::value, ROWS = OWN<STRIPS<N>>;
+      constexpr size_t TILES = ROW_BYTES<N> * (2 * ROWS + 4 * TILE);
+      const dim3 grid(ceil_div(T, ROWS), unsigned(NH), unsigned(B));
+      launch(attention_backward_q_kernel<N, STRIPS<N>>, grid, FLASH_THREADS, TILES, device.stream, dqkv, delta,
+             datt, qkv, att, lse, T, C, scale);
+      launch(attention_backward_kv_kernel<N, STRIPS<N>>, grid, FLASH_THREADS, TILES + sizeof(float2) * 2 * TILE,
+             device.stream, dqkv, datt, qkv, lse, delta, T, C, scale);
+    });
+  else
+    launch(attention_backward_plain_kernel<floatX>, dim3(ceil_div(T, 4), unsigned(NH), unsigned(B)), 128, 0,
+           device.stream, dqkv, datt, qkv, att, lse, T, C, HS, scale);
 }
 
 // ---- SwiGLU --------------------------------------------------------------------------------------------
@@ -1729,20 +1646,22 @@ __global__ void cross_entropy_kernel(float* losses, floatX* logits, const int* t
     for (int k = 0; k < 8; k++) sum += exp2_flushed((v[k] - top) * LOG2_E);
   }
 
-  // Combine the warp's pairs (top, sum), then the block's.
-  const float warp_top = warp_max(top);
-  sum = warp_sum(top > -INFINITY ? sum * exp2_flushed((top - warp_top) * LOG2_E) : 0.0f);
+  const auto combine = [&] {  // pairs (top, sum) of a warp's lanes
+    const float all = warp_max(top);
+    sum = warp_sum(top > -INFINITY ? sum * exp2_flushed((top - all) * LOG2_E) : 0.0f);
+    top = all;
+  };
+  combine();
   if (lane == 0) {
-    tops[warp] = warp_top;
+    tops[warp] = top;
     sums[warp] = sum;
   }
   __syncthreads();
   top = lane < WARPS ? tops[lane] : -INFINITY;
   sum = lane < WARPS ? sums[lane] : 0.0f;
-  const float row_top = warp_max(top);
-  sum = warp_sum(top > -INFINITY ? sum * exp2_flushed((top - row_top) * LOG2_E) : 0.0f);
+  combine();
   // The difference first: large logits would lose the digits of log(sum).
-  if (threadIdx.x == 0) losses[row] = logf(sum) - (target_logit - row_top);
+  if (threadIdx.x == 0) losses[row] = logf(sum) - (target_logit - top);
   if (!gradients || start >= Vp) return;
 
   const float scale = dloss / sum;
@@ -1750,7 +1669,7 @@ __global__ void cross_entropy_kernel(float* losses, floatX* logits, const int* t
     load_logits(v, i);
 #pragma unroll
     for (int k = 0; k < 8; k++) {
-      v[k] = exp2_flushed((v[k] - row_top) * LOG2_E) * scale;
+      v[k] = exp2_flushed((v[k] - top) * LOG2_E) * scale;
       if (i + k == target) v[k] -= dloss;
     }
     store8(z + i, v);
@@ -1814,18 +1733,17 @@ struct Activations {
   floatX *dqkv, *datt;     // (B,T,3C), (B,T,C)
   float* attention_delta;  // (B,NH,T)
   // What a step needs besides.
-  float *w, *dw;          // (routes,C): query * gain, and its gradient
-  float* rows;            // (token_blocks(), MAX_ROUTE_LIST, C), at least Vp: sums over tokens, stage one
-  double* norm_sums;      // one per chunk of this rank's share of the gradients
-  double* route_sums;     // (L, ldp, 3): see add_route_stats
-  int *tokens, *targets;  // (B,T)
-  int* sorted_tokens;     // (3 B,T + 1): positions, starts, ids
-  float2* rope_angles;    // (T,HS/2)
-  Fold* folds;            // (routes)
+  float *queries, *dqueries;  // (routes,C): query * gain, and its gradient
+  float* rows;                // (token_blocks(), MAX_ROUTE_LIST, C), at least Vp: sums over tokens, stage one
+  double* norm_sums;          // one per chunk of this rank's share of the gradients
+  double* route_sums;         // (L, ldp, 3): see add_route_stats
+  int *tokens, *targets;      // (B,T)
+  int* sorted_tokens;         // (3 B,T + 1): positions, starts, ids
+  float2* rope_angles;        // (T,HS/2)
+  Fold* folds;                // (routes)
 };
 
-// A micro-batch on its way through the GPU: the pinned memory that copies read and write behind the host's
-// back.
+// A micro-batch on its way through the GPU: pinned memory that copies read and write while the host goes on.
 struct InFlight {
   int *tokens, *targets;  // (B,T)
   int* sorted_tokens;     // (3 B,T + 1)
@@ -1857,26 +1775,20 @@ inline void allocate_tensors(Tensors<float>& tensors, const Config& config, size
     if (t.present) tensors.tensor(t.id) = all + t.begin;
 }
 
-// Sites and routes are numbered in the order of the forward. The first site has one source, hence no routing:
-// there its number of inputs is 1 and its routes are skipped.
+// Routes are numbered in the order of the forward. The first site's count too, although it has one source and
+// nothing to choose: it is read as it is, and its routes stay unused.
 inline size_t route_number(const Config& c, size_t site) {
   size_t n = 0;
   for (size_t i = 0; i < site; i++) n += c.num_routes(i);
   return n;
 }
 inline size_t total_routes(const Config& c) { return route_number(c, c.sublayers() + 1); }
-// The most routes whose gradients wait for the end of a block, the output site's among them.
+// The most routes whose gradients wait for the end of a block: of a whole block, and the output site's.
 inline size_t most_routes_of_a_block(const Config& c) {
-  size_t most = 1;
-  for (size_t first = 0; first < c.sublayers(); first += c.S) {
-    const size_t end = std::min(first + c.S, c.sublayers());
-    most = std::max(most, route_number(c, end + (end == c.sublayers())) - route_number(c, first));
-  }
-  return most;
+  return route_number(c, std::min(c.S, c.sublayers())) + 1;
 }
 
-// Logits are the largest array of all; this many rows of them exist at a time. Fewer, larger chunks mean fewer
-// visits to dwte: 2^28 numbers make those 4% of the classifier's time at the paper's sizes.
+// Rows of logits, the largest array of all, that exist at a time. Fewer, larger chunks visit dwte less often.
 inline size_t classifier_rows(const Config& c, size_t BT) {
   return std::min(BT, std::max<size_t>(128, (size_t(1) << 28) / c.Vp() / 128 * 128));
 }
@@ -1905,8 +1817,8 @@ void for_each_activation(Activations<floatX>& a, const Config& c, size_t B, size
   visit("their gradients", "d qkv", a.dqkv, 3 * BTC);
   visit("their gradients", "d attention output", a.datt, BTC);
   visit("their gradients", "attention delta", a.attention_delta, c.NH * BT);
-  visit("workspace", "route queries times gains", a.w, routes * c.C);
-  visit("workspace", "their gradients", a.dw, routes * c.C);
+  visit("workspace", "route queries times gains", a.queries, routes * c.C);
+  visit("workspace", "their gradients", a.dqueries, routes * c.C);
   visit("workspace", "sums over tokens", a.rows, std::max(token_blocks() * MAX_ROUTE_LIST * c.C, c.Vp()));
   visit("workspace", "norm sums", a.norm_sums, ceil_div(share_of(count_elements(c)), SHARE_CHUNK));
   visit("workspace", "route statistics", a.route_sums, c.L * c.max_sources() * 3);
@@ -1924,8 +1836,12 @@ inline void check_config(const Config& c, size_t B) {
   if (c.C % 8 != 0 || c.C > MAX_ROUTE_WIDTH)
     fatal(EXIT_USAGE, "--width %zu: on the GPU a multiple of 8, at most %zu", c.C, MAX_ROUTE_WIDTH);
   if (c.F % 8 != 0) fatal(EXIT_USAGE, "--ffn %zu: on the GPU a multiple of 8", c.F);
-  if (c.HS() > MAX_HEAD_SIZE)
-    fatal(EXIT_USAGE, "--heads %zu: head size %zu; on the GPU at most %zu", c.NH, c.HS(), MAX_HEAD_SIZE);
+  if (c.HS() % 16 != 0 || c.HS() > MAX_HEAD_SIZE)
+    fatal(EXIT_USAGE, "--heads %zu: head size %zu; on the GPU a multiple of 16, at most %zu", c.NH, c.HS(),
+          MAX_HEAD_SIZE);
+  if (c.max_sources() > MAX_SOURCES)
+    fatal(EXIT_USAGE, "--block-size %zu: %zu sources before the head; on the GPU at most %zu", c.S,
+          c.max_sources(), MAX_SOURCES);
 }
 
 template <class floatX>
@@ -1941,32 +1857,29 @@ void model_refresh(Model<floatX>& m) {
       if (t.is_matrix())
         launch(round_kernel<floatX>, ceil_div(t.size(), 256), 256, 0, device.stream, m.weights.tensor(t.id),
                m.params.tensor(t.id), t.size());
-  if (m.config.has_routes()) fold_gain(m.acts.w, m.acts.folds, total_routes(m.config), m.config.C);
+  if (m.config.has_routes()) fold_gain(m.acts.queries, m.acts.folds, total_routes(m.config), m.config.C);
 }
 
-// The queries and gains that each route is folded from.
+// The queries and gains that each route is folded from, in the order of the routes.
 template <class floatX>
 std::vector<Fold> fold_table(Model<floatX>& m) {
   const Config& c = m.config;
   const Tensors<float>&w = m.params, &d = m.grads;
   std::vector<Fold> folds;
-  for (size_t i = 0; c.has_routes() && i < c.sublayers(); i++) {
-    const size_t layer = i / 2 * c.C;  // offset of this layer in an (L,C) tensor
-    if (i % 2 == 1) {
-      folds.push_back(
-          {w.mlp_route + layer, w.mlp_route_gain + layer, d.mlp_route + layer, d.mlp_route_gain + layer});
-      continue;
-    }
+  if (!c.has_routes()) return folds;
+  for (size_t l = 0; l < c.L; l++) {
+    const size_t layer = l * c.C;  // where it begins in an (L,C) tensor
     const float *query = w.attn_route_qk + layer, *gain = w.attn_route_gain + layer;
     float* dgain = d.attn_route_gain + layer;
     folds.push_back({query, gain, d.attn_route_qk + layer, dgain});
-    if (!c.two_routes()) continue;
     if (c.has_v_query())
       folds.push_back({w.attn_route_v + layer, gain, d.attn_route_v + layer, dgain});
-    else
+    else if (c.two_routes())
       folds.push_back({c.arch == Arch::tied ? query : nullptr, gain, nullptr, nullptr});
+    folds.push_back(
+        {w.mlp_route + layer, w.mlp_route_gain + layer, d.mlp_route + layer, d.mlp_route_gain + layer});
   }
-  if (c.has_routes()) folds.push_back({w.out_route, w.out_route_gain, d.out_route, d.out_route_gain});
+  folds.push_back({w.out_route, w.out_route_gain, d.out_route, d.out_route_gain});
   return folds;
 }
 
@@ -1993,11 +1906,11 @@ void model_create(Model<floatX>& m, const Config& config, size_t B, size_t T, ui
   else {
     for (const TensorSpec& t : tensor_table(config)) m.num_weights += t.is_matrix() ? t.size() : 0;
     floatX* next = device_array<floatX>(m.num_weights, "bf16 copies of the matrices");
-    for (const TensorSpec& t : tensor_table(config))
-      if (t.is_matrix()) {
-        m.weights.tensor(t.id) = next;
-        next += t.size();
-      }
+    for (const TensorSpec& t : tensor_table(config)) {
+      if (!t.is_matrix()) continue;
+      m.weights.tensor(t.id) = next;
+      next += t.size();
+    }
   }
   if (m.chunk_rows == 0) m.chunk_rows = classifier_rows(config, B * T);
   const char* hint = recompute ? "lower --batch" : "lower --batch, or add --recompute";
@@ -2005,6 +1918,7 @@ void model_create(Model<floatX>& m, const Config& config, size_t B, size_t T, ui
                       [&](const char*, const char* name, auto*& pointer, size_t n) {
                         pointer = device_array<std::remove_reference_t<decltype(*pointer)>>(n, name, hint);
                       });
+
   for (InFlight& batch : m.in_flight) {
     CUDA_CHECK(cudaMallocHost(&batch.tokens, B * T * sizeof(int)));
     CUDA_CHECK(cudaMallocHost(&batch.targets, B * T * sizeof(int)));
@@ -2012,10 +1926,12 @@ void model_create(Model<floatX>& m, const Config& config, size_t B, size_t T, ui
     CUDA_CHECK(cudaMallocHost(&batch.losses, B * T * sizeof(float)));
     CUDA_CHECK(cudaEventCreateWithFlags(&batch.done, cudaEventDisableTiming));
   }
+
   const std::vector<float> angles = rope_angles(T, config.HS());
   upload(reinterpret_cast<float*>(m.acts.rope_angles), angles.data(), angles.size());
   const std::vector<Fold> folds = fold_table(m);
   if (!folds.empty()) upload(m.acts.folds, folds.data(), folds.size());
+
   for (const TensorSpec& t : tensor_table(config)) {
     std::vector<float> initial(t.size());
     for (size_t i = 0; i < initial.size(); i++) initial[i] = initial_value(t, config, seed, i);
@@ -2046,7 +1962,8 @@ struct Site {
   size_t i, R, route;       // R = 0: one source, read as it is; route: number of its first route
   Sources<floatX> sources;  // the last is slot i
   float* p;                 // (R,BT,ldp)
-  const float *w, *norm;    // (R,C), (C)
+  const float* queries;     // (R,C): query * gain
+  const float* norm;        // (C)
   float* dnorm;             // (C)
   bool average;             // one input from two routes
   size_t inputs;            // how many different x the sublayer reads: x_qk and x_v, or one for both
@@ -2061,21 +1978,15 @@ Site<floatX> site_at(const Model<floatX>& m, size_t i, size_t BT) {
   site.route = route_number(c, i);
   site.sources = {a.stream, a.rstd, c.S, i};
   site.p = a.p + site.route * BT * c.max_sources();
-  site.w = a.w + site.route * c.C;
+  site.queries = a.queries + site.route * c.C;
   site.average = c.arch == Arch::average && site.R == 2;
   site.inputs = site.R == 2 && !site.average ? 2 : 1;
-  const Tensors<float>&w = m.params, &d = m.grads;
-  const size_t layer = i / 2 * c.C;
-  if (i == c.sublayers()) {
-    site.norm = w.final_norm;
-    site.dnorm = d.final_norm;
-  } else if (i % 2 == 1) {
-    site.norm = w.mlp_norm + layer;
-    site.dnorm = d.mlp_norm + layer;
-  } else {
-    site.norm = w.attn_norm + layer;
-    site.dnorm = d.attn_norm + layer;
-  }
+  const auto norm_of = [&](const Tensors<float>& family) {
+    if (i == c.sublayers()) return family.final_norm;
+    return (i % 2 == 1 ? family.mlp_norm : family.attn_norm) + i / 2 * c.C;
+  };
+  site.norm = norm_of(m.params);
+  site.dnorm = norm_of(m.grads);
   return site;
 }
 
@@ -2087,11 +1998,11 @@ void read_sources(Model<floatX>& m, const Site<floatX>& site, size_t BT) {
   if (site.R == 0)
     rmsnorm_forward(a.x, a.rstd + site.i * BT, a.stream + site.i * BT * c.C, site.norm, BT, c.C);
   else
-    route_forward(a.x, site.p, site.sources, site.w, site.norm, site.average, BT, c.C, c.max_sources(), site.R);
+    route_forward(a.x, site.p, site.sources, site.queries, site.norm, site.average, BT, c.C, c.max_sources(),
+                  site.R);
 }
 
-// What sublayer i's output is added to on its way into slot i + 1: the running partial; null at a block's
-// start.
+// What sublayer i's output is added to on its way into slot i + 1: the running partial; null if a block starts.
 template <class floatX>
 const floatX* partial_before(const Model<floatX>& m, size_t i, size_t BT) {
   return i % m.config.S != 0 || !m.config.has_routes() ? m.acts.stream + i * BT * m.config.C : nullptr;
@@ -2143,22 +2054,20 @@ void model_forward(Model<floatX>& m, size_t B, size_t T) {
 }
 
 // Backward of read_sources: takes dx of each input, in the free places of acts.dh, and leaves acts.x as the
-// forward had it. Routes whose shares of the finished sources are still owed are listed in `waiting`, in the
-// order of acts.dh.
+// forward had it. Routes whose shares of the finished sources are still owed are in `waiting`, in acts.dh's
+// order.
 template <class floatX>
 void read_sources_backward(Model<floatX>& m, const Site<floatX>& site, std::vector<int>& waiting, size_t BT) {
   const Config& c = m.config;
   const Activations<floatX>& a = m.acts;
-  const size_t C = c.C, last = c.sublayers();
+  const size_t C = c.C;
   floatX* dh = a.dh + waiting.size() * BT * C;
   if (site.R == 0) {
-    // One source: x again, then the norm's backward straight into that source's gradient. In a residual network
-    // it is the running sum's, which starts at the head; else the embedding's, which nobody has started if
-    // there is one block only.
-    const bool overwrite = c.has_routes() ? c.blocks() == 1 : site.i == last;
+    // One source: x again, then the norm's backward straight into that source's gradient, which is the
+    // embedding's; in a residual network the running sum's.
     read_sources(m, site, BT);
     rmsnorm_backward(a.dbank, site.dnorm, dh, a.stream + site.i * BT * C, a.rstd + site.i * BT, site.norm,
-                     overwrite, a.rows, BT, C);
+                     a.rows, BT, C);
     return;
   }
   // tied: both inputs are one function of one query, so their gradients have met in dx already, as in `block`.
@@ -2166,10 +2075,10 @@ void read_sources_backward(Model<floatX>& m, const Site<floatX>& site, std::vect
   float* delta = a.delta + waiting.size() * BT;
   for (size_t r = 0; r < R; r++) waiting.push_back(int(site.route + r));
   // The last slot counts as a running partial for the head, although its block may be complete.
-  const bool has_partial = site.i % c.S != 0 || site.i == last;
+  const bool has_partial = site.i % c.S != 0 || site.i == c.sublayers();
   floatX* dpartial = has_partial ? a.dbank + c.bank_index(site.i) * BT * C : nullptr;
-  route_backward(dh, a.x, delta, dpartial, site.dnorm, a.dw + site.route * C, site.sources, site.p, site.w,
-                 site.norm, site.average, site.i == last, a.rows, BT, C, c.max_sources(), R);
+  route_backward(dh, a.x, delta, dpartial, site.dnorm, a.dqueries + site.route * C, site.sources, site.p,
+                 site.queries, site.norm, site.average, a.rows, BT, C, c.max_sources(), R);
 }
 
 // After model_forward and classifier, which left the head's gradient in acts.dh. Adds to m.grads.
@@ -2192,15 +2101,17 @@ void model_backward(Model<floatX>& m, size_t B, size_t T, const TokenBuckets& bu
   const auto dpartial = [&](size_t i) { return a.dbank + c.bank_index(i + 1) * BT * C; };
   const auto end_block = [&](size_t i) {  // after the backward of sublayer i, if a block starts there
     if (i % c.S != 0 || waiting.empty()) return;
-    // The first visit, by the last block, overwrites. With one block, the first site has started the
-    // embedding's gradient.
-    const bool overwrite = i / c.S + 1 == c.blocks() && c.blocks() > 1;
-    route_backward_bank(a.dbank, a.dw, a.dh, a.delta, site_at(m, i, BT).sources, a.p, a.w, waiting, overwrite,
-                        a.rows, BT, C, c.max_sources());
+    const bool overwrite = i > 0 && i / c.S + 1 == c.blocks();  // the first visit, by the last block
+    route_backward_bank(a.dbank, a.dqueries, a.dh, a.delta, site_at(m, i, BT).sources, a.p, a.queries, waiting,
+                        overwrite, a.rows, BT, C, c.max_sources());
     waiting.clear();
   };
 
-  if (c.has_routes()) zero(a.dw, total_routes(c) * C);
+  // What is added to from the start. Finished blocks' gradients start with a visit that overwrites.
+  if (c.has_routes()) zero(a.dqueries, total_routes(c) * C);
+  zero(a.dbank, BT * C);                      // the embedding's
+  zero(dpartial(c.sublayers() - 1), BT * C);  // the last partial's
+
   read_sources_backward(m, site_at(m, c.sublayers(), BT), waiting, BT);
   for (size_t l = c.L; l-- > 0;) {
     {  // feed-forward: sublayer 2l + 1
@@ -2225,34 +2136,25 @@ void model_backward(Model<floatX>& m, size_t B, size_t T, const TokenBuckets& bu
       const Site<floatX> site = site_at(m, 2 * l, BT);
       const bool one_dx = site.inputs == 1 || c.arch == Arch::tied;
       const floatX *qkv = a.qkv + l * BT * 3 * C, *att = a.att + l * BT * C;
-      const floatX *x_qk = a.x, *x_v = a.x + (one_dx ? 0 : 1) * BT * C;
+      const size_t v_input = one_dx ? 0 : BT * C;  // where V's begins in x and dx
       matmul_backward_input(a.datt, dpartial(site.i), w.wo + l * C * C, BT, C, C, C);
       matmul_backward_weight(d.wo + l * C * C, dpartial(site.i), att, BT, C, C, C);
       attention_backward(a.dqkv, a.attention_delta, a.datt, qkv, att, a.lse + l * c.NH * BT, B, T, C, c.NH);
       rope_backward(a.dqkv, a.rope_angles, B, T, C, c.NH);
       matmul_backward_input(dx(), a.dqkv, w.wqk + l * 2 * C * C, BT, C, 2 * C, 3 * C);
-      matmul_backward_input(dx() + (one_dx ? 0 : 1) * BT * C, a.dqkv + 2 * C, w.wv + l * C * C, BT, C, C, 3 * C,
-                            one_dx);
+      matmul_backward_input(dx() + v_input, a.dqkv + 2 * C, w.wv + l * C * C, BT, C, C, 3 * C, one_dx);
       read_sources_backward(m, site, waiting, BT);
-      matmul_backward_weight(d.wqk + l * 2 * C * C, a.dqkv, x_qk, BT, C, 2 * C, 3 * C);
-      matmul_backward_weight(d.wv + l * C * C, a.dqkv + 2 * C, x_v, BT, C, C, 3 * C);
+      matmul_backward_weight(d.wqk + l * 2 * C * C, a.dqkv, a.x, BT, C, 2 * C, 3 * C);
+      matmul_backward_weight(d.wv + l * C * C, a.dqkv + 2 * C, a.x + v_input, BT, C, C, 3 * C);
       end_block(site.i);
     }
   }
-  if (c.has_routes()) fold_gain_backward(a.dw, a.folds, total_routes(c), C);
+  if (c.has_routes()) fold_gain_backward(a.dqueries, a.folds, total_routes(c), C);
   embedding_backward(d.wte, a.dbank, buckets, C);
 }
 
-// Mean loss in nats a token. The sum runs in token order in double: the same for any batch shape.
-inline double mean_loss(const float* losses, size_t BT) {
-  double sum = 0;
-  for (size_t bt = 0; bt < BT; bt++) sum += double(losses[bt]);
-  return sum / double(BT);
-}
-
 // Sends off the micro-batch whose tokens and targets (B,T) are in `batch`: adds the gradient of (its mean loss
-// / accumulation) to m.grads. Returns long before the GPU is done; finish_micro_batch waits, and returns the
-// loss.
+// / accumulation) to m.grads. Returns long before the GPU is done; finish_micro_batch waits.
 template <class floatX>
 void start_micro_batch(Model<floatX>& m, InFlight& batch, size_t B, size_t T, size_t accumulation) {
   const Config& c = m.config;
@@ -2272,40 +2174,12 @@ void start_micro_batch(Model<floatX>& m, InFlight& batch, size_t B, size_t T, si
   copy_later(batch.losses, a.losses, BT, cudaMemcpyDeviceToHost);
   CUDA_CHECK(cudaEventRecord(batch.done, device.stream));
 }
+// Mean loss in nats per token. The sum runs in token order in double: the same for any batch shape.
 inline double finish_micro_batch(const InFlight& batch, size_t BT) {
   CUDA_CHECK(cudaEventSynchronize(batch.done));
-  return mean_loss(batch.losses, BT);
-}
-
-// Both at once: the loss of one micro-batch; tokens and targets (B,T) are on the host.
-template <class floatX>
-double model_loss_and_gradients(Model<floatX>& m, const int* tokens, const int* targets, size_t B, size_t T,
-                                size_t accumulation = 1) {
-  InFlight& batch = m.in_flight[0];
-  std::copy(tokens, tokens + B * T, batch.tokens);
-  std::copy(targets, targets + B * T, batch.targets);
-  start_micro_batch(m, batch, B, T, accumulation);
-  return finish_micro_batch(batch, B * T);
-}
-
-// Losses only; token_losses (B,T), or null, gets each token's.
-template <class floatX>
-double model_loss(Model<floatX>& m, const int* tokens, const int* targets, size_t B, size_t T,
-                  std::vector<float>* token_losses = nullptr) {
-  const Config& c = m.config;
-  const Activations<floatX>& a = m.acts;
-  const size_t BT = B * T;
-  upload(a.tokens, tokens, BT);
-  upload(a.targets, targets, BT);
-  model_forward(m, B, T);
-  floatX* no_gradients = nullptr;
-  classifier(a.losses, no_gradients, nullptr, a.x, m.weights.wte, a.targets, 0, a.logits, m.chunk_rows, BT, c.C,
-             c.V, c.Vp());
-  std::vector<float> losses(BT);
-  download(losses.data(), a.losses, BT);
-  const double mean = mean_loss(losses.data(), BT);
-  if (token_losses) *token_losses = std::move(losses);
-  return mean;
+  double sum = 0;
+  for (size_t bt = 0; bt < BT; bt++) sum += double(batch.losses[bt]);
+  return sum / double(BT);
 }
 
 // ---- what the routes do --------------------------------------------------------------------------------
@@ -2313,24 +2187,19 @@ double model_loss(Model<floatX>& m, const int* tokens, const int* targets, size_
 // One block per source j: sums over all tokens of p_j and q_j, the weights of the routes for QK and for V (one
 // and the same if R = 1), and of j's share of the Jensen-Shannon divergence between p and q.
 __global__ void route_sums_kernel(double* sums, const float* p, const float* q, size_t BT, size_t ldp) {
-  double sum_p = 0, sum_q = 0, js = 0;
+  double values[3] = {};  // of p_j, q_j and j's share of the divergence
   for (size_t bt = threadIdx.x; bt < BT; bt += SUM_THREADS) {
-    const double pj = p[bt * ldp + blockIdx.x], qj = q[bt * ldp + blockIdx.x], mj = (pj + qj) / 2;
-    sum_p += pj;
-    sum_q += qj;
-    if (pj > 0) js += pj * log(pj / mj) / 2;
-    if (qj > 0) js += qj * log(qj / mj) / 2;
+    const double pj = p[bt * ldp + blockIdx.x], qj = q[bt * ldp + blockIdx.x], mean = (pj + qj) / 2;
+    values[0] += pj;
+    values[1] += qj;
+    if (pj > 0) values[2] += pj * log(pj / mean) / 2;
+    if (qj > 0) values[2] += qj * log(qj / mean) / 2;
   }
-  sum_p = block_sum(sum_p);
-  __syncthreads();
-  sum_q = block_sum(sum_q);
-  __syncthreads();
-  js = block_sum(js);
-  double* out = sums + size_t(blockIdx.x) * 3;
-  if (threadIdx.x == 0) {
-    out[0] = sum_p;
-    out[1] = sum_q;
-    out[2] = js;
+
+  for (int i = 0; i < 3; i++) {
+    const double sum = block_sum(values[i]);
+    if (threadIdx.x == 0) sums[blockIdx.x * 3 + i] = sum;
+    __syncthreads();
   }
 }
 // Adds the last forward's attention routes to the sums in stats: the weight on each source for QK and for V,
@@ -2347,9 +2216,12 @@ void add_route_stats(RouteStats& stats, const Model<floatX>& m, size_t BT) {
     launch(route_sums_kernel, unsigned(c.num_sources(2 * l)), SUM_THREADS, 0, device.stream,
            m.acts.route_sums + l * ldp * 3, site.p, site.p + (site.R - 1) * BT * ldp, BT, ldp);
   }
-  std::vector<double> sums(c.L * ldp * 3, double(BT));
-  sums[2] = 0;
+
+  std::vector<double> sums(c.L * ldp * 3,
+                           double(BT));  // so much weight has the first site's source, per route,
+  sums[2] = 0;                           // and no divergence
   if (c.L > 1) download(&sums[ldp * 3], m.acts.route_sums + ldp * 3, (c.L - 1) * ldp * 3);
+
   stats.qk.resize(c.L);
   stats.v.resize(c.L);
   stats.js_nats.resize(c.L);
@@ -2387,8 +2259,8 @@ inline std::string find_non_finite(const Config& c, Tensors<float>& family) {
   });
 }
 
-// Where numbers stopped being finite, for the message that ends the run, after model_loss_and_gradients of one
-// micro-batch from gradients of zero: what comes first in the order of a step. "" if all are finite.
+// Where numbers stopped being finite, for the message that ends the run, after one micro-batch from gradients
+// of zero: what comes first in the order of a step. "" if all are finite.
 template <class floatX>
 std::string blame_non_finite(Model<floatX>& m, size_t BT) {
   const Config& c = m.config;
@@ -2504,7 +2376,7 @@ void model_update(Model<floatX>& m, size_t step, double grad_scale, double lr, d
   }
   gather_shares_on_cards(m.params.wte, m.share);
   if (ranks.size > 1) return model_refresh(m);  // others' shares are not rounded yet
-  if (m.config.has_routes()) fold_gain(m.acts.w, m.acts.folds, total_routes(m.config), m.config.C);
+  if (m.config.has_routes()) fold_gain(m.acts.queries, m.acts.folds, total_routes(m.config), m.config.C);
 }
 
 template <class floatX>
@@ -2568,11 +2440,20 @@ void model_load(Model<floatX>& m, const Checkpoint& checkpoint, bool with_moment
 
 // ---- what dev/common/train.h asks of a model, besides add_route_stats -----------------------------------
 
-// The loss of every token, (B,T), in nats.
+// The loss of every token, (B,T), in nats. No gradients.
 template <class floatX>
 std::vector<float> token_losses(Model<floatX>& m, const int* tokens, const int* targets, size_t B, size_t T) {
-  std::vector<float> losses;
-  model_loss(m, tokens, targets, B, T, &losses);
+  const Config& c = m.config;
+  const Activations<floatX>& a = m.acts;
+  const size_t BT = B * T;
+  upload(a.tokens, tokens, BT);
+  upload(a.targets, targets, BT);
+  model_forward(m, B, T);
+  floatX* no_gradients = nullptr;
+  classifier(a.losses, no_gradients, nullptr, a.x, m.weights.wte, a.targets, 0, a.logits, m.chunk_rows, BT, c.C,
+             c.V, c.Vp());
+  std::vector<float> losses(BT);
+  download(losses.data(), a.losses, BT);
   return losses;
 }
 
@@ -2584,9 +2465,8 @@ void next_token_logits(Model<floatX>& m, const std::vector<int>& context, std::v
   upload(m.acts.tokens, context.data() + context.size() - n, n);
   model_forward(m, 1, n);
   // acts.rows is free between steps, and float32: the sampler sees unrounded logits.
-  float* out = nullptr;
-  matmul(m.acts.rows, c.Vp(), m.acts.x + (n - 1) * c.C, c.C, false, m.weights.wte, c.C, true, 1, c.Vp(), c.C,
-         out);
+  const floatX* last = m.acts.x + (n - 1) * c.C;
+  matmul<float, floatX>({m.acts.rows, c.Vp()}, {last, c.C}, transposed(m.weights.wte, c.C), 1, c.Vp(), c.C);
   logits.resize(c.V);
   download(logits.data(), m.acts.rows, c.V);
 }
@@ -2622,6 +2502,7 @@ StepResult train_step(Model<floatX>& m, const TokenData& data, const Options& o,
       training_example(data, T, o.seed, first + micro * B + b, batch.tokens + b * T, batch.targets + b * T);
     start_micro_batch(m, batch, B, T, accumulation);
   };
+
   model_zero_grad(m);
   for (size_t micro = 0; micro < mine; micro++) {
     if (micro >= 2) finish(micro - 2);  // its memory is needed again
@@ -2646,6 +2527,7 @@ StepResult train_step(Model<floatX>& m, const TokenData& data, const Options& o,
           " No update was made; resume from the last checkpoint, with a lower --lr",
           step, result.loss, result.norm, where.c_str());
   }
+
   const double scale = o.clip > 0 && result.norm > o.clip ? o.clip / result.norm : 1;
   model_update(m, step, scale, lr, o.weight_decay, o.query_lr_mult);
   return result;

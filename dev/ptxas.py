@@ -14,7 +14,7 @@ import sys
 STARRED = [r"^route_\w+<__nv_bfloat16, [57],",     # width 576 and 832, in vectors of 128
            r"_bank_kernel<__nv_bfloat16, (8|12)>",  # the routes that a block of 4 and of 6 sublayers keeps waiting
            r"^attention_\w+<64, ",
-           r"^\w+<__nv_bfloat16(, 8)?>$",
+           r"^\w+<__nv_bfloat16>$",
            r"^\w+$"]
 
 

@@ -36,6 +36,10 @@ check "a batch beyond the grid" "--batch 65536: on the GPU at most 65535" \
   $trainer $data $model --width=16 --batch=65536 --total-batch=524288 --steps=3
 check "a width beyond the registers" "--width 1032: on the GPU a multiple of 8, at most 1024" \
   $trainer $data $model --width=1032 --batch=2 --total-batch=16 --steps=3
+check "a head size that the tiles do not fit" "--heads 1: head size 24; on the GPU a multiple of 16, at most 128" \
+  $trainer $data $model --width=24 --batch=2 --total-batch=16 --steps=3
+check "more sources than lanes" "--block-size 2: 33 sources before the head; on the GPU at most 32" \
+  $trainer $data ${model/layers=1/layers=32} --width=16 --block-size=2 --batch=2 --total-batch=16 --steps=3
 
 resumed() {  # resumed WHAT TEXT NAME=VALUE: the run goes on, on the card that NAME=VALUE asks for
   check "$1" "$2" env "$3" $trainer $data --resume="$folder/run" --steps=4

@@ -69,6 +69,15 @@ void randomise(gpu::Model<floatX>& m) {
   gpu::model_refresh(m);
 }
 
+template <class floatX>
+double loss_and_gradients(gpu::Model<floatX>& m, const Batch& data) {
+  gpu::InFlight& batch = m.in_flight[0];
+  std::copy(data.tokens.begin(), data.tokens.end(), batch.tokens);
+  std::copy(data.targets.begin(), data.targets.end(), batch.targets);
+  gpu::start_micro_batch(m, batch, B, T, 1);
+  return gpu::finish_micro_batch(batch, B * T);
+}
+
 // The yardstick for bf16. Parameters, their gradients and moments are a CPU model's in float, as are norm and
 // update; forward and backward are reference.h's.
 namespace cpu_bf16 {
@@ -217,7 +226,7 @@ Result result_on_gpu(const Config& c, const Batch& data, bool recompute = false,
   gpu::model_create(m, c, B, T, 1, recompute);
   randomise(m);
   gpu::model_zero_grad(m);
-  const double loss = gpu::model_loss_and_gradients(m, data.tokens.data(), data.targets.data(), B, T);
+  const double loss = loss_and_gradients(m, data);
   const Result r = result_of(m, loss);
   gpu::model_free(m);
   return r;
@@ -408,7 +417,7 @@ void test_zero_queries() {
     const Config c = small_config(std::array{Arch::rd, Arch::block, Arch::residual}[size_t(n)], 2);
     gpu::Model<floatX> m;
     gpu::model_create(m, c, B, T, 11);
-    gpu::model_loss(m, tokens, targets, B, T);
+    gpu::token_losses(m, tokens, targets, B, T);
     got[n] = losses_of(m, B * T);
     gpu::model_free(m);
     cpu_float::Model yardstick;
@@ -457,11 +466,9 @@ void test_validation() {
   CHECK_EQ(plain.tokens, want.tokens);
   double sum = 0;
   std::vector<int> tokens(T), targets(T);
-  std::vector<float> losses;
   for (size_t window = 0; window < 9; window++) {
     data.window(window, T, tokens.data(), targets.data());
-    gpu::model_loss(m, tokens.data(), targets.data(), 1, T, &losses);
-    for (float loss : losses) sum += double(loss);
+    for (float loss : gpu::token_losses(m, tokens.data(), targets.data(), 1, T)) sum += double(loss);
   }
   CHECK_EQ(got.loss, sum / double(got.tokens));
   compare<float>("route statistics", route_numbers(got.routes), route_numbers(plain.routes),
@@ -625,7 +632,7 @@ void test_blame(Arch arch) {
     for (const Fill& f : fills) fill(m.params, f.name, f.layer, f.value);
     gpu::model_refresh(m);
     gpu::model_zero_grad(m);
-    gpu::model_loss_and_gradients(m, data.tokens.data(), data.targets.data(), B, T);
+    loss_and_gradients(m, data);
     return gpu::blame_non_finite(m, B * T);
   };
   CHECK_EQ(blame({}), "");

@@ -15,7 +15,8 @@ SMALL = dict(arch="rd", layers=3, width=48, heads=3, ffn=40, block_size=4, conte
              steps=10)
 TEN_BILLION = dict(arch="rd", layers=40, width=4096, heads=32, ffn=14336, block_size=8, context=4096,
                    vocab=65536, batch=8, steps=30517579)
-GPU_TEN_BILLION = dict(TEN_BILLION, layers=338, width=1024, ffn=8192)  # its kernels hold 1024 channels
+# its kernels hold 1024 channels and 32 sources
+GPU_TEN_BILLION = dict(TEN_BILLION, layers=338, width=1024, ffn=8192, block_size=26)
 CONFIGS = {
     "./train_rdattnres_cpu": [
         SMALL,
@@ -31,9 +32,9 @@ CONFIGS = {
         SMALL,
         GPU_TEN_BILLION,
         dict(GPU_TEN_BILLION, arch="residual"),
-        dict(GPU_TEN_BILLION, arch="average", block_size=2),
-        dict(SMALL, layers=127, width=1024, heads=16, ffn=16384),
-        dict(SMALL, layers=256, width=1024, heads=16, ffn=16384, arch="block"),
+        dict(GPU_TEN_BILLION, arch="average", block_size=22),
+        dict(SMALL, layers=127, width=1024, heads=16, ffn=16384, block_size=10),
+        dict(SMALL, layers=256, width=1024, heads=16, ffn=16384, arch="block", block_size=20),
         dict(SMALL, context=1048576, batch=4096, arch="frozen-v"),
     ],
 }

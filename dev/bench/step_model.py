@@ -77,11 +77,10 @@ def count_step(flags, arch):
         K, R = 1 + (i + S - 1) // S, 2 if arch == "rd" and i % 2 == 0 and not head else 1
         reads += 0 if arch == "residual" else R * K
         if i == 0 or arch == "residual":  # one source: a norm, made again in the backward
-            overwrites = head or (arch != "residual" and N == 1)
             add("rmsnorm_forward", 2, 2 * U)
-            add("rmsnorm_backward", 1, (3 if overwrites else 4) * U)
+            add("rmsnorm_backward", 1, 4 * U)
         else:
-            partial = 1 if head else 2 if i % S else 0  # the running partial's gradient: out; in and out; no partial
+            partial = 2 if head or i % S else 0  # the running partial's gradient, in and out
             add("route_forward", 1, (K + R) * U)
             add("route_backward", 1, (K + 3 * R + partial) * U)
             waiting += R

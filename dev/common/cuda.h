@@ -1,5 +1,6 @@
 // cuda.h - what every kernel and every launcher uses: checked calls, launches, single instructions, the one
-// GPU, its memory, --profile, loads and stores of 16 bytes, sums over a warp. Nothing of the model is here.
+// GPU, its memory, --profile, cuBLASLt's matrix product, loads and stores of 16 bytes, sums over a warp.
+// Nothing of the model is here.
 #pragma once
 #include <cublasLt.h>
 #include <cuda_bf16.h>
@@ -18,10 +19,13 @@
 #include <map>
 #include <string>
 #include <tuple>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "dev/common/errors.h"  // fatal, format, checked_mul, human_bytes
 #include "dev/common/ranks.h"   // ranks, gather, agree
+#include "dev/common/random.h"  // normal
 
 // ---- checked calls -------------------------------------------------------------------------------------
 
@@ -138,21 +142,29 @@ using bf16 = __nv_bfloat16;
 // ---- the GPU -------------------------------------------------------------------------------------------
 inline unsigned ceil_div(size_t a, size_t b) { return unsigned((a + b - 1) / b); }
 
-// A matrix product that cuBLASLt has been asked about: see matmul.
+// Everything that cuBLASLt's choice of an algorithm may depend on, and what it chose: see matmul.
+struct ProductShape {
+  size_t M, N, K, out_row, a_row, b_row;
+  bool a_transposed, b_transposed;
+  cudaDataType out_type, in_type;
+  unsigned alignment;  // in bytes, of all pointers
+  auto all() const {
+    return std::tie(M, N, K, out_row, a_row, b_row, a_transposed, b_transposed, out_type, in_type, alignment);
+  }
+  bool operator<(const ProductShape& other) const { return all() < other.all(); }
+};
 struct Product {
   cublasLtMatmulDesc_t description;
   cublasLtMatrixLayout_t a, b, out;
   cublasLtMatmulAlgo_t algorithm;
 };
-// M, N, K, ldo, lda, ldb; transposes and types; alignment of the pointers
-using ProductKey = std::tuple<size_t, size_t, size_t, size_t, size_t, size_t, int, unsigned>;
 
 // Everything runs in order on one stream.
 struct Gpu {
   cudaStream_t stream = nullptr;
   cublasLtHandle_t cublas = nullptr;
   void* workspace = nullptr;  // of cuBLASLt: fixed, so that the choice of algorithms repeats
-  std::map<ProductKey, Product> products;
+  std::map<ProductShape, Product> products;
   cudaDeviceProp properties = {};
   std::string code;  // which of the program's versions runs on this card
 };
@@ -297,7 +309,7 @@ inline void device_open() {
 
 inline void device_close() {
   cards_close();
-  for (auto& [key, product] : device.products) {
+  for (auto& [shape, product] : device.products) {
     CUBLAS_CHECK(cublasLtMatmulDescDestroy(product.description));
     for (cublasLtMatrixLayout_t layout : {product.a, product.b, product.out})
       CUBLAS_CHECK(cublasLtMatrixLayoutDestroy(layout));
@@ -350,6 +362,8 @@ struct Work {
   double bytes, flops;
   size_t M = 0, N = 0, K = 0;  // of a product
   explicit Work(double bytes = 0, double flops = 0) : bytes(bytes), flops(flops) {}
+  Work(size_t M, size_t N, size_t K)
+      : bytes(0), flops(2 * double(M) * double(N) * double(K)), M(M), N(N), K(K) {}
 };
 
 // --profile: an event at both ends of every range below, read when the step is over.
@@ -428,7 +442,133 @@ struct Range {
     nvtxRangePop();
   }
 };
-#define NVTX_RANGE(...) Range nvtx_range(__func__, Work(__VA_ARGS__))  // NVTX_RANGE(bytes, flops) or ()
+// NVTX_RANGE(bytes, flops), NVTX_RANGE(M, N, K) of a product, or NVTX_RANGE()
+#define NVTX_RANGE(...) Range nvtx_range(__func__, Work(__VA_ARGS__))
+
+// ---- matrix products -----------------------------------------------------------------------------------
+// A matrix to read: element (i, j) is data[i * row + j], or data[j * row + i] if it is transposed; and to
+// write.
+template <class T>
+struct View {
+  const T* data;
+  size_t row;
+  bool transposed = false;
+};
+template <class T>
+View<T> transposed(const T* data, size_t row) {
+  return {data, row, true};
+}
+template <class T>
+struct Rows {
+  T* data;
+  size_t row;
+};
+
+template <class T>
+cudaDataType data_type() {
+  return std::is_same<T, float>::value ? CUDA_R_32F : CUDA_R_16BF;
+}
+inline unsigned alignment_of(const void* p) {  // the largest power of two up to 256 that divides the address
+  const uintptr_t address = reinterpret_cast<uintptr_t>(p) | 256;
+  return unsigned(address & (~address + 1));
+}
+
+// cuBLASLt is asked once per shape which algorithm it would take; the answer is kept. Not the fastest of
+// several by the clock: two runs could then choose differently, and round differently. Its first suggestion
+// depends on the library, the card, the shape and the workspace's size alone, and the library promises the same
+// bits from run to run while one stream is active.
+inline Product make_product(const ProductShape& p) {
+  // cuBLAS counts in columns: our row-major out = A B is its out^T = B^T A^T. B goes first, nothing moves.
+  Product product;
+  CUBLAS_CHECK(cublasLtMatmulDescCreate(&product.description, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+  const auto transpose = [&](cublasLtMatmulDescAttributes_t which, bool transposed) {
+    const cublasOperation_t operation = transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
+    CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(product.description, which, &operation, sizeof operation));
+  };
+  transpose(CUBLASLT_MATMUL_DESC_TRANSA, p.b_transposed);
+  transpose(CUBLASLT_MATMUL_DESC_TRANSB, p.a_transposed);
+  const auto layout = [](cublasLtMatrixLayout_t& to, cudaDataType type, bool transposed, size_t rows,
+                         size_t columns, size_t row) {
+    if (transposed) std::swap(rows, columns);
+    CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&to, type, columns, rows, int64_t(row)));
+  };
+  layout(product.a, p.in_type, p.a_transposed, p.M, p.K, p.a_row);
+  layout(product.b, p.in_type, p.b_transposed, p.K, p.N, p.b_row);
+  layout(product.out, p.out_type, false, p.M, p.N, p.out_row);
+
+  cublasLtMatmulPreference_t preference;
+  CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
+  const auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
+    CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof value));
+  };
+  prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, CUBLAS_WORKSPACE);
+  for (auto attribute :
+       {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+        CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
+    prefer(attribute, uint32_t(p.alignment));
+  // A split sum may meet in the workspace, in order and in float32; not in the output, where blocks come as
+  // they please, and not in the output's type, which rounds.
+  prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
+
+  cublasLtMatmulHeuristicResult_t result;
+  int found = 0;
+  const cublasStatus_t status =
+      cublasLtMatmulAlgoGetHeuristic(device.cublas, product.description, product.b, product.a, product.out,
+                                     product.out, preference, 1, &result, &found);
+  if (status != CUBLAS_STATUS_SUCCESS || found == 0)
+    fatal(EXIT_ERROR, "cuBLASLt has no algorithm for a product of M %zu, N %zu, K %zu (status %d)", p.M, p.N,
+          p.K, int(status));
+  product.algorithm = result.algo;
+  CUBLAS_CHECK(cublasLtMatmulPreferenceDestroy(preference));
+  return product;
+}
+
+// out (M,N) = a (M,K) b (K,N) + addend, row-major. addend: null, or (M,N) with rows as far apart as out's; it
+// may be `out` itself. Sums are float32.
+template <class Out, class In>
+void matmul(Rows<Out> out, View<In> a, View<In> b, size_t M, size_t N, size_t K, const Out* addend = nullptr) {
+  const unsigned alignment =
+      std::min({alignment_of(out.data), alignment_of(a.data), alignment_of(b.data), alignment_of(addend)});
+  const ProductShape shape = {
+      M, N, K, out.row, a.row, b.row, a.transposed, b.transposed, data_type<Out>(), data_type<In>(), alignment};
+  auto found = device.products.find(shape);
+  if (found == device.products.end()) found = device.products.emplace(shape, make_product(shape)).first;
+  const Product& product = found->second;
+  const float one = 1, beta = addend ? 1 : 0;
+  CUBLAS_CHECK(cublasLtMatmul(device.cublas, product.description, &one, b.data, product.b, a.data, product.a,
+                              &beta, addend ? addend : out.data, product.out, out.data, product.out,
+                              &product.algorithm, device.workspace, CUBLAS_WORKSPACE, device.stream));
+}
+
+// What this card reaches, to set a share of its maker's peak beside: operations a second of one large product
+// (n,n) (n,n) in bf16, the median of five. Random numbers: a card may run faster over zeros.
+inline double measure_matrix_rate(size_t n) {
+  std::vector<bf16> numbers(n * n);
+  for (size_t i = 0; i < numbers.size(); i++)
+    numbers[i] = i < 65521 ? __float2bfloat16(normal(1, STREAM_TEST, i)) : numbers[i - 65521];
+  bf16* a = device_array<bf16>(n * n, "a product to measure");
+  bf16* out = device_array<bf16>(n * n, "its result");
+  upload(a, numbers.data(), n * n);
+  cudaEvent_t begin, end;
+  CUDA_CHECK(cudaEventCreate(&begin));
+  CUDA_CHECK(cudaEventCreate(&end));
+
+  std::vector<float> ms(5);
+  for (int run = -2; run < 5; run++) {  // the first two find the algorithm and wake the card
+    CUDA_CHECK(cudaEventRecord(begin, device.stream));
+    matmul<bf16, bf16>({out, n}, {a, n}, transposed(a, n), n, n, n);
+    CUDA_CHECK(cudaEventRecord(end, device.stream));
+    CUDA_CHECK(cudaEventSynchronize(end));
+    if (run >= 0) CUDA_CHECK(cudaEventElapsedTime(&ms[size_t(run)], begin, end));
+  }
+
+  CUDA_CHECK(cudaEventDestroy(begin));
+  CUDA_CHECK(cudaEventDestroy(end));
+  CUDA_CHECK(cudaFree(a));
+  CUDA_CHECK(cudaFree(out));
+  std::sort(ms.begin(), ms.end());
+  return 2 * double(n) * double(n) * double(n) / (double(ms[2]) * 1e-3);
+}
 
 // ---- loads and stores ----------------------------------------------------------------------------------
 __device__ inline float to_float(float v) { return v; }

@@ -114,17 +114,13 @@ inline void buffered(const Gradients& g) {
 }
 
 // Rung 2: no buffers. lse is all that is needed to make a weight again, and delta has a closed form, datt .
-// att, that needs no row of weights. Two kernels, each the owner of what it writes: a warp a query walks over
-// the keys before it and makes dq; a warp a key walks over the queries after it and makes dk and dv. Both make
-// a and ds of every pair: two products more, in place of sums from two sides. The lanes own channels.
-// The trainer keeps these kernels for float32 and for head sizes that are no multiple of 16.
-inline void warp_per_row(const Gradients& g) {
-  const dim3 grid(gpu::ceil_div(g.T, 4), unsigned(g.NH), unsigned(g.B));
-  const cudaStream_t stream = gpu::device.stream;
-  launch(gpu::attention_backward_q_plain_kernel<bf16>, grid, 128, 0, stream, g.dqkv, g.delta, g.datt, g.qkv,
-         g.att, g.lse, g.T, g.C(), size_t(HS), SCALE);
-  launch(gpu::attention_backward_kv_plain_kernel<bf16>, grid, 128, 0, stream, g.dqkv, g.datt, g.qkv, g.lse,
-         g.delta, g.T, g.C(), size_t(HS), SCALE);
+// att, that needs no row of weights. A warp owns a token and what belongs to it: it walks over the keys before
+// it and makes dq, then over the queries after it and makes dk and dv. So a and ds of every pair are made
+// twice: two products more, in place of sums from two sides. The lanes own channels. The trainer keeps this
+// kernel for float32.
+inline void warp_per_token(const Gradients& g) {
+  launch(gpu::attention_backward_plain_kernel<bf16>, dim3(gpu::ceil_div(g.T, 4), unsigned(g.NH), unsigned(g.B)),
+         128, 0, gpu::device.stream, g.dqkv, g.datt, g.qkv, g.att, g.lse, g.T, g.C(), size_t(HS), SCALE);
 }
 
 // Rung 3: tensor cores and two buffers, as in rungs 3 and 4 of the forward. Weights and their gradients stay in
@@ -182,7 +178,8 @@ inline void shape(size_t B, size_t T, size_t NH, bool timed) {
                  },
                  {{"weights in buffers, six kernels", BYTES(20 * BTC + 32 * scores + 4 * BHT),
                    [&] { buffered(g); }, flops},
-                  {"a warp a row, weights made again", owners, [&] { warp_per_row(g); }, flops},
+                  {"a warp a token, weights made again", BYTES((2 * 5 + 2 * 3) * BTC + 4 * BHT),
+                   [&] { warp_per_token(g); }, flops},
                   {"tensor cores, two buffers", owners, [&] { tensor_cores(g); }, flops},
                   {"the trainer's: two strips a warp", owners, [&] { trainers(g); }, flops}}},
                 timed);

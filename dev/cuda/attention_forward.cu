@@ -88,8 +88,7 @@ inline void buffered(const Attention& a) {
 // Rung 2: one kernel, no buffer. A warp takes a query; its lanes own channels and walk over the keys. The
 // softmax is online: what has been summed is relative to the largest score so far, and shrinks whenever a
 // larger one comes. Memory now moves what it must, but every warp asks for all keys and values anew, and a
-// score costs five shuffles. The trainer keeps this kernel for float32 and for head sizes that are no multiple
-// of 16.
+// score costs five shuffles. The trainer keeps this kernel for float32.
 inline void warp_per_query(const Attention& a) {
   launch(gpu::attention_forward_plain_kernel<bf16>, dim3(gpu::ceil_div(a.T, 4), unsigned(a.NH), unsigned(a.B)),
          128, 0, gpu::device.stream, a.att, a.lse, a.qkv, a.T, a.C(), size_t(HS), SCALE);

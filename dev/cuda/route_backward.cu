@@ -274,7 +274,7 @@ inline void trainers(const Block& b) {
     gpu::route_backward<bf16>(b.dh + site.route * BT * C, b.x + site.route * BT * C, b.delta + site.route * BT,
                               site.K > b.F ? b.dpartial : nullptr, b.dnorm + n * C, b.dw + site.route * C,
                               {b.stream, b.rstd, b.S, site.i}, b.p + site.route * BT * ldp,
-                              b.w + site.route * C, b.norm + n * C, false, false, b.rows, BT, C, ldp, site.R);
+                              b.w + site.route * C, b.norm + n * C, false, b.rows, BT, C, ldp, site.R);
   }
   gpu::route_backward_bank<bf16>(b.dbank, b.dw, b.dh, b.delta, {b.stream, b.rstd, b.S, (b.F - 1) * b.S}, b.p,
                                  b.w, waiting, false, b.rows, BT, C, ldp);

@@ -274,6 +274,7 @@ void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
 void __tsan_init() {}
 // Atomics are the host's: counts of shared pointers, guards of static variables.
+int __tsan_atomic32_load(const int* p, int) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 uint8_t __tsan_atomic8_load(const uint8_t* p, int) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 int __tsan_atomic32_fetch_add(int* p, int n, int) { return __atomic_fetch_add(p, n, __ATOMIC_ACQ_REL); }
 }
