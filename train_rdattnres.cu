@@ -909,8 +909,8 @@ __global__ void __launch_bounds__(32 * BANK_WARPS)
       __syncthreads();
 
       if (route < R)
-        bank_coefficients(coefficients + route * 12 + threadIdx.x % 4,
-                          shares + (route * 8 + threadIdx.x % 4) * warps, warps, p_j, delta_r, rstd, C);
+        bank_coefficients(coefficients + size_t(route) * 12 + threadIdx.x % 4,
+                          shares + (size_t(route) * 8 + threadIdx.x % 4) * warps, warps, p_j, delta_r, rstd, C);
       __syncthreads();
 
       float shrink[4] = {};
@@ -1328,8 +1328,8 @@ struct Place {
   __device__ Place(unsigned block, size_t T, size_t C) {
     row0 = int(block) * OWN<M>;
     first = row0 + warp * 16 * M;
-    qkv = blockIdx.z * T * 3 * C + blockIdx.y * HS;
-    att = blockIdx.z * T * C + blockIdx.y * HS;
+    qkv = blockIdx.z * T * 3 * C + blockIdx.y * size_t(HS);
+    att = blockIdx.z * T * C + blockIdx.y * size_t(HS);
     statistics = (blockIdx.z * size_t(gridDim.y) + blockIdx.y) * T;
   }
 };
@@ -2631,7 +2631,7 @@ static int run_training(Start&& asked) {
   log.write(config_event(o, config));
   save_before_data_errors(run, log);
 
-  const double flops = training_flops(config, config.T).total() * double(o.total_batch / ranks.size);
+  const double flops = training_flops(config, config.T).total() * double(o.total_batch) / double(ranks.size);
   const double peak = peak_flops<floatX>();
   const double start = seconds_now();
   size_t profiled = 0;  // steps since --profile began to look
