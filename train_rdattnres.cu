@@ -1884,6 +1884,12 @@ std::vector<Fold> fold_table(Model<floatX>& m) {
 }
 
 template <class floatX>
+void model_zero_grad(Model<floatX>& m) {
+  NVTX_RANGE(ranks.size * m.share * sizeof(float));
+  zero(m.grads.wte, ranks.size * m.share);
+}
+
+template <class floatX>
 void model_create(Model<floatX>& m, const Config& config, size_t B, size_t T, uint64_t seed,
                   bool recompute = false) {
   NVTX_RANGE();
@@ -1899,7 +1905,7 @@ void model_create(Model<floatX>& m, const Config& config, size_t B, size_t T, ui
   allocate_tensors(m.grads, config, ranks.size * m.share, "gradients");
   allocate_tensors(m.adam_m, config, m.share, "first moments");
   allocate_tensors(m.adam_v, config, m.share, "second moments");
-  zero(m.grads.wte, ranks.size * m.share);
+  model_zero_grad(m);
   for (Tensors<float>* moments : {&m.adam_m, &m.adam_v}) zero(moments->wte, m.share);
   if constexpr (std::is_same<floatX, float>::value)
     m.weights = m.params;
@@ -2377,12 +2383,6 @@ void model_update(Model<floatX>& m, size_t step, double grad_scale, double lr, d
   gather_shares_on_cards(m.params.wte, m.share);
   if (ranks.size > 1) return model_refresh(m);  // others' shares are not rounded yet
   if (m.config.has_routes()) fold_gain(m.acts.queries, m.acts.folds, total_routes(m.config), m.config.C);
-}
-
-template <class floatX>
-void model_zero_grad(Model<floatX>& m) {
-  NVTX_RANGE(ranks.size * m.share * sizeof(float));
-  zero(m.grads.wte, ranks.size * m.share);
 }
 
 // ---- checkpoint ----------------------------------------------------------------------------------------

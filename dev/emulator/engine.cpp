@@ -165,7 +165,7 @@ static void start_engine() {  // once per OS thread
   engine->shared = shared_room() + GAP;
   stack_t alternate{};  // where the handler of a crash runs when the stack is full
   alternate.ss_size = 64 * 1024;
-  alternate.ss_sp = malloc(alternate.ss_size);
+  alternate.ss_sp = reserve(alternate.ss_size);
   sigaltstack(&alternate, nullptr);
   // __shared__ means thread_local: all of it lies in one segment of the executable, which comes first.
   const auto find_tls = [](dl_phdr_info* executable, size_t, void*) {
