@@ -395,8 +395,9 @@ static void refusing() {
     CHECK(std::all_of(entry.second.begin(), entry.second.end(), [](float x) { return std::isfinite(x); }));
 
   TEST("--dry-run prints the sizes of a model that no machine holds, and writes nothing");
-  const Result dry = train("dry", std::string("--dry-run --layers 4096 --ffn 1048576 --vocab 65536 ") +
-                                      (on_cpu() ? "--width 65536 --heads 1024" : "--width 1024 --heads 16"));
+  const Result dry =
+      train("dry", std::string("--dry-run --layers 4096 --ffn 1048576 --vocab 65536 ") +
+                       (on_cpu() ? "--width 65536 --heads 1024" : "--width 1024 --heads 16 --block-size 512"));
   check_ok(dry);
   if (on_cpu()) {
     CHECK(dry.text.find("\nwarning     this run asks for ") != std::string::npos);
@@ -510,7 +511,7 @@ static void sampling_like_the_cpu() {
 
 static void running_out_of_memory() {
   // 65,535 windows in 1,000 layers, or a thousand times the paper's parameters, are more than any card holds.
-  const std::string batch = "--batch 65535 --total-batch 2424795 --layers 1000";
+  const std::string batch = "--batch 65535 --total-batch 2424795 --layers 1000 --block-size 100";
   const struct {
     const char *flags, *message, *hint;
   } cases[] = {
