@@ -54,8 +54,8 @@ CUDA_TESTS := $(if $(filter x86_64,$(shell uname -m)),$(patsubst tests/%.cu,$(BU
 # Those that take longest come first: tests/run.sh starts them in this order, one per core.
 SLOW     := %/test_crash %/test_cuda_crash.sh %/test_ranks.py
 QUICK    := $(CUDA_TESTS:%=%_fast) $(filter-out $(SLOW),$(SCRIPTS)) $(filter-out $(SLOW),$(TESTS))
-FULL     := $(filter-out %/test_emulator_asan,$(foreach build,race asan fast,$(CUDA_TESTS:%=%_$(build)))) $(if $(CUDA_TESTS),$(BUILD)/ladders_race) \
-              $(SCRIPTS) $(TESTS:%=%_asan) $(TESTS) $(BUILD)/test_fuzz_asan $(BUILD)/test_threads_tsan
+FULL     := $(filter-out %/test_emulator_asan,$(foreach build,race asan fast,$(CUDA_TESTS:%=%_$(build)))) \
+              $(if $(CUDA_TESTS),$(BUILD)/ladders_race) $(SCRIPTS) $(TESTS:%=%_asan) $(TESTS) $(BUILD)/test_fuzz_asan $(BUILD)/test_threads_tsan
 named     = $(filter $(BUILD)/$(ONLY) $(BUILD)/$(ONLY)_% tests/$(ONLY).%,$(1))
 chosen    = $(if $(ONLY),$(or $(call named,$(1)),$(call named,$(FULL)), \
               $(error ONLY=$(ONLY): no such test; expected a name such as test_model)),$(1))

@@ -22,7 +22,6 @@
 #include <cstdint>
 #include <cstdio>
 #include <map>
-#include <numeric>
 #include <string>
 #include <type_traits>
 #include <utility>

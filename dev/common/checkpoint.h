@@ -260,6 +260,18 @@ struct CheckpointTensor {
   std::string name;
   std::vector<size_t> shape;
   std::function<void(size_t offset, size_t n, float* chunk)> get;  // copies elements offset .. offset+n-1
+
+  // Gets all of it in chunks, in order: put(chunk, n).
+  template <class Put>
+  void each_chunk(Put put) const {
+    std::vector<float> chunk(CHECKPOINT_CHUNK);
+    const size_t total = num_elements(shape, name);
+    for (size_t offset = 0; offset < total; offset += CHECKPOINT_CHUNK) {
+      const size_t n = std::min(CHECKPOINT_CHUNK, total - offset);
+      get(offset, n, chunk.data());
+      put(chunk.data(), n);
+    }
+  }
 };
 
 // The JSON header, padded with spaces so that the data starts at a multiple of 64 bytes in the file.
@@ -280,21 +292,14 @@ inline std::string checkpoint_header(const Metadata& metadata, const std::vector
   return header;
 }
 
-// The part in it of a rank that does not write: its `get` hands over what rank 0 is about to write.
-inline void checkpoint_hand_over(const std::vector<CheckpointTensor>& tensors) {
-  std::vector<float> chunk(CHECKPOINT_CHUNK);
-  for (const CheckpointTensor& t : tensors) {
-    const size_t total = num_elements(t.shape, t.name);
-    for (size_t offset = 0; offset < total; offset += CHECKPOINT_CHUNK)
-      t.get(offset, std::min(CHECKPOINT_CHUNK, total - offset), chunk.data());
-  }
-}
-
 // Writes path, complete or not at all. Adds format_version and checksum to the metadata. The checksum is known
 // only after the data: a place is kept for it and filled in at the end. Fatal if anything goes wrong.
 inline void checkpoint_write(const std::string& path, Metadata metadata,
                              const std::vector<CheckpointTensor>& tensors) {
-  if (ranks.rank > 0) return checkpoint_hand_over(tensors);
+  if (ranks.rank > 0) {  // its get hands over what rank 0 is about to write
+    for (const CheckpointTensor& t : tensors) t.each_chunk([](const float*, size_t) {});
+    return;
+  }
   const std::string place(16, '0'), quoted = "\"checksum\":\"";
   metadata["format_version"] = CHECKPOINT_FORMAT;
   metadata["checksum"] = place;
@@ -305,16 +310,12 @@ inline void checkpoint_write(const std::string& path, Metadata metadata,
   file.write(header);
 
   uint64_t sum = metadata_checksum(metadata);
-  std::vector<float> chunk(CHECKPOINT_CHUNK);
   for (const CheckpointTensor& t : tensors) {
     Checksum checksum(t.name, t.shape);
-    const size_t total = num_elements(t.shape, t.name);
-    for (size_t offset = 0; offset < total; offset += CHECKPOINT_CHUNK) {
-      const size_t n = std::min(CHECKPOINT_CHUNK, total - offset);
-      t.get(offset, n, chunk.data());
-      checksum.mix(chunk.data(), n);
-      file.write(chunk.data(), n * sizeof(float));
-    }
+    t.each_chunk([&](const float* chunk, size_t n) {
+      checksum.mix(chunk, n);
+      file.write(chunk, n * sizeof(float));
+    });
     sum += checksum.value;
   }
   const size_t at = sizeof(length) + header.find(quoted + place) + quoted.size();

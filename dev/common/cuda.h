@@ -24,8 +24,8 @@
 #include <vector>
 
 #include "dev/common/errors.h"  // fatal, format, checked_mul, human_bytes
-#include "dev/common/ranks.h"   // ranks, gather, agree
 #include "dev/common/random.h"  // normal
+#include "dev/common/ranks.h"   // ranks, gather, agree
 
 // ---- checked calls -------------------------------------------------------------------------------------
 

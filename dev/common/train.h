@@ -281,8 +281,8 @@ void sample(Run<Model>& run, Log& log) {
     run.left_out = true;
     return;
   }
-  std::string text;
-  for (size_t i = 1; i < context.size(); i++) text += run.tokenizer.decode(context[i]);
+  context.erase(context.begin());
+  const std::string text = run.tokenizer.decode(context);
   print_lines(format("sample step %zu:\n%s\n---\n", run.step, printable(text, run.screen.unicode).c_str()));
   log.write(Event("sample").add("step", run.step).add("text", text));
 }
